@@ -384,7 +384,7 @@ def _table(rows: Sequence[Row]) -> tuple[Grid, list[str]]:
 
     A row that is the same choice as another one has no column, but one of the returned lines.
     """
-    same = [any(is_choice(row["same_as"], other) for other in rows) for row in rows]
+    same = [any(row["same_as"] and row["same_as"].items() <= other.items() for other in rows) for row in rows]
     columns = [row for row, merged in zip(rows, same, strict=True) if not merged]
     if len({(row["concurrency"], row["tokens_drawn"]) for row in rows}) == 1 and len(columns) <= _MAX_PATH_COLUMNS:
         lines = [
@@ -418,11 +418,6 @@ def _lines(rows: Sequence[Row]) -> list[dict[str, str]]:
             line[f"delta{number}"] = delta_text(*delta_of(rows[0], row, column.value)) if compare else " "
         lines.append(line)
     return lines
-
-
-def is_choice(choice: Mapping[str, Any] | None, row: Row) -> bool:
-    """Returns whether `choice`, the `same_as` of another row, means this row."""
-    return choice is not None and all(row.get(name) == value for name, value in choice.items())
 
 
 def _spread_text(row: Row) -> str:

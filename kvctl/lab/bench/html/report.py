@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -13,11 +13,9 @@ from kvctl.lab.bench.html.markup import Markup, joined, lookup, milliseconds, si
 from kvctl.lab.bench.html.plots import busy_engines, exposed, latencies, rings, rooflines, stages, throughput
 from kvctl.lab.bench.html.series import DIMENSIONS, Run, Series, load_of, load_text, series_of, varied_dimensions
 from kvctl.lab.bench.html.waterfall import waterfalls
-from kvctl.lab.bench.rows import in_rounds
-from kvctl.lab.bench.statistics import told_apart
 from kvctl.lab.bench.timelines import ReportData
 from kvctl.lab.bench.variants import pages_text
-from kvctl.lab.bench.views import BENCH, is_choice, rounds_text
+from kvctl.lab.bench.views import BENCH, rounds_text
 from kvctl.render import units
 from kvctl.render.view import Column, Kind, Width
 
@@ -126,14 +124,14 @@ def _verdict(document: Mapping[str, Any], runs: Sequence[Run]) -> Markup:
 def _cards(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
     """Returns cards with the highest throughput, its share of the limits, the best speedup and the lowest latency.
 
-    A card names a setting only if the rounds tell it apart from the others. None if no run has a throughput.
+    Only the speedup, which the rounds show, is one of a setting. None if no run has a throughput.
     """
     moving = [(each, run) for each in series_of(runs) for run in each.runs if lookup(run, "gb_per_s")]
     if not moving:
         return None
-    fastest, run = max(moving, key=lambda each: lookup(each[1], "gb_per_s") or 0.0)
+    run = max((each for _, each in moving), key=lambda each: lookup(each, "gb_per_s") or 0.0)
     rate = lookup(run, "gb_per_s") or 0.0
-    cards = [_card(f"{significant(rate)} GB/s", "highest throughput", _holder(fastest, run, runs, _gb_per_s))]
+    cards = [_card(f"{significant(rate)} GB/s", "highest throughput", load_text(run))]
     # The limits closest to the measured rate are the most informative.
     nearest = sorted(levels, key=lambda level: abs(math.log(rate / level.value)))[:_MAX_ROOFLINE_CARDS]
     for level in (level for level in levels if level in nearest):
@@ -141,11 +139,11 @@ def _cards(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
     speedup = _speedup(moving)
     if speedup is not None:
         cards.append(speedup)
-    timed = [(each, run) for each, run in moving if lookup(run, "latency_ms", "p50")]
+    timed = [each for _, each in moving if lookup(each, "latency_ms", "p50")]
     if timed:
-        quickest, run = min(timed, key=lambda each: _p50_ms(each[1]) or 0.0)
-        holder = _holder(quickest, run, runs, _p50_ms)
-        cards.append(_card(milliseconds(_p50_ms(run)), "lowest median latency", holder))
+        run = min(timed, key=lambda each: lookup(each, "latency_ms", "p50") or 0.0)
+        p50 = milliseconds(lookup(run, "latency_ms", "p50"))
+        cards.append(_card(p50, "lowest median latency", load_text(run)))
     return tag("div", *cards, class_="cards")
 
 
@@ -163,28 +161,6 @@ def _speedup(runs: Sequence[tuple[Series, Run]]) -> Markup | None:
         return None
     factor, series, first, run = max(found, key=lambda each: each[0])
     return _card(times(factor), f"{series.label} against {first.label}", f"throughput, {load_text(run)}")
-
-
-def _gb_per_s(run: Run) -> float | None:
-    return lookup(run, "gb_per_s")
-
-
-def _p50_ms(run: Run) -> float | None:
-    return lookup(run, "latency_ms", "p50")
-
-
-def _holder(series: Series, run: Run, runs: Sequence[Run], value: Callable[[Run], float | None]) -> str:
-    """Returns the load of a run with the best figure, and its setting if the rounds tell it apart from the others."""
-    return f"{series.label}, {load_text(run)}" if _leads(run, runs, value) else load_text(run)
-
-
-def _leads(run: Run, runs: Sequence[Run], value: Callable[[Run], float | None]) -> bool:
-    """Returns whether the rounds tell a figure of a run apart from those of all other choices of its load, if any."""
-    others = [other for other in runs if other is not run and load_of(other) == load_of(run)]
-    choices = [
-        each for each in others if not (is_choice(run.get("same_as"), each) or is_choice(each.get("same_as"), run))
-    ]
-    return all(told_apart(in_rounds(run, value), in_rounds(other, value)) for other in choices)
 
 
 def _card(value: str, name: str, detail: str) -> Markup:
@@ -206,7 +182,7 @@ def _results(runs: Sequence[Run]) -> Markup | None:
         column for column in _columns(runs) if any(_text(column, run) not in {units.UNKNOWN, ""} for run in runs)
     ]
     head = tag("tr", *(tag("th", column.title, scope="col", class_=_class(column)) for column in columns))
-    body = [tag("tr", *(_cell(column, run, runs) for column in columns)) for run in runs]
+    body = [tag("tr", *(_cell(column, run) for column in columns)) for run in runs]
     whole = tag("table", tag("thead", head), tag("tbody", *body))
     notes = (tag("p", line) for line in rounds_text(runs))
     return tag("section", tag("h2", "Results"), tag("div", whole, class_="table", tabindex="0"), *notes)
@@ -233,19 +209,11 @@ def _text(column: Column, run: Run) -> str:
         return units.UNKNOWN  # the document is older than the column
 
 
-def _cell(column: Column, run: Run, runs: Sequence[Run]) -> Markup:
+def _cell(column: Column, run: Run) -> Markup:
     classes = [_class(column)]
     if column.styles is not None:
         classes.append(_VERDICT_CLASSES.get(str(column.value(run)), ""))
-    if column.name == "gb_per_s" and _fastest(run, runs):
-        classes.append("best")
     return tag("td", _text(column, run), class_=" ".join(filter(None, classes)))
-
-
-def _fastest(run: Run, runs: Sequence[Run]) -> bool:
-    """Returns whether a run is shown to have the highest throughput of its load; False if it is the only one."""
-    rates = [lookup(other, "gb_per_s") or 0.0 for other in runs if load_of(other) == load_of(run)]
-    return len(rates) > 1 and (lookup(run, "gb_per_s") or 0.0) == max(rates) and _leads(run, runs, _gb_per_s)
 
 
 def _class(column: Column) -> str:
