@@ -34,18 +34,7 @@ def tokens_per_s(row: Row) -> float | None:
     return float(row["tokens_per_s"])
 
 
-def best_tokens_per_s(row: Row) -> float | None:
-    """Returns the prompt tokens per second of the best repeat, or of a round."""
-    return tokens_per_s(row.get("best") or row)
-
-
 ttft = nanoseconds("ttft_ms", "mean")
-
-
-def best_ttft(row: Row) -> float | None:
-    """Returns the mean TTFT of the best repeat, or of a round, in nanoseconds."""
-    return ttft(row.get("best") or row)
-
 
 _PRESET_COLUMNS = {
     column.name: column

@@ -52,7 +52,7 @@ def test_the_staging_sweep_goes_from_1_to_1024():
 
 
 @pytest.mark.parametrize("name", ["p2d4", "p4d4"])
-def test_all_prompts_come_at_once_and_the_best_of_four_counts(name: str):
+def test_all_prompts_come_at_once_four_times(name: str):
     preset = PRESETS[name]
     assert [preset.rooms(load.concurrency) for load in preset.parts[0].loads({**DEFAULTS, **preset.options})] == [
         1 << power for power in range(10)
