@@ -1,4 +1,4 @@
-"""`kvctl stacks`: prints the Python stack of every thread of the agents, to diagnose an agent that hangs."""
+"""`kvctl stacks`: prints the Python stack of every thread of the agents, to see why one that answers stands still."""
 
 from __future__ import annotations
 

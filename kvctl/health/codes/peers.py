@@ -151,9 +151,9 @@ def _evidence(reports: Sequence[Silence], failed: int, **more: object) -> dict[s
     return {
         "state": "lost" if any(report.lost for report in reports) else "suspect",
         "last_heard_ns": _last_heard(reports)[0],
-        **more,
         "rooms": sum(report.rooms for report in reports),
         "failed_rooms": failed,
+        **more,
     }
 
 

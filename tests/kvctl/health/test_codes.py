@@ -194,6 +194,15 @@ def test_the_harmed_fleet_is_harmed():
     assert len({finding.code for finding in _HARMED.examine(_HARMED)}) > 15
 
 
+@pytest.mark.parametrize(("engine", "mode"), [("sglang", "observe"), ("sglang", "backend"), ("vllm", "connector")])
+def test_findings_about_the_ranks_of_each_engine_are_complete(engine: str, mode: str):
+    """Advice for an engine reads the evidence of every finding of its codes; `examine` checks the texts."""
+    fleet = _HARMED.copy()
+    for name in fleet.answers:
+        fleet.status(name, integration={"engine": engine, "engine_version": "1", "mode": mode})
+    assert len({finding.code for finding in fleet.examine(fleet)}) > 14
+
+
 def test_only_counters_are_called_totals():
     """Current counts may decrease; a decreasing total counts as a fault of the agent."""
     counters = {"internal_errors_total", "transport_errors_total", "refused_total", "done_rooms_total"}

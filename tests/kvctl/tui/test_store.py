@@ -11,6 +11,7 @@ from kvctl.client.clock import ClockOffset
 from kvctl.client.fleet import Survey
 from kvctl.health.mutes import Judged
 from kvctl.tui.feed import Question, Reading
+from kvctl.tui.frame import Mode, top
 from kvctl.tui.store import Store
 
 S = 1_000_000_000
@@ -37,6 +38,18 @@ def test_an_agent_that_hangs_keeps_its_last_answers_and_their_age(specimen: Any)
     specimen.silent = set()
     take(store, specimen, 5)
     assert store.stale_ns("decode-1") is None
+
+
+def test_without_a_finding_the_title_calls_only_a_fleet_that_answers_healthy(specimen: Any) -> None:
+    def title() -> str:
+        return "".join(text for text, _ in top(store, Mode())[0])
+
+    store = Store()
+    take(store, specimen, 0, judged=Judged([], []))
+    assert title().endswith("✓ healthy")
+    specimen.silent = {"decode-1"}
+    take(store, specimen, 1, judged=Judged([], []))
+    assert title().endswith("1 silent  ? incomplete")
 
 
 def test_a_clock_that_was_measured_through_a_pause_does_not_replace_a_better_one(specimen: Any) -> None:
