@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -29,7 +30,7 @@ def _progress(row: Row) -> str | None:
 
 def _failure(row: Row) -> str | None:
     failure = row.get("failure")
-    return failure and f"{failure['rank']}: {failure['code']}: {failure['text']}"
+    return failure and f"{failure['code']} at {failure['rank']}: {failure['text']}"
 
 
 def _state_age(row: Row) -> Any:
@@ -59,7 +60,7 @@ _PROGRESS = Column(
     help="Cells done of cells planned: scattered on a decode rank, sent on a prefill rank.",
 )
 _BYTES = Column("bytes", kind=Kind.BYTES, width=Width.NORMAL)
-_FAILURE = Column("failure", _failure, Kind.SENTENCE, help="First cause of the failure: rank, code and text.")
+_FAILURE = Column("failure", _failure, help="First cause of the failure: code, rank and text.")
 _TOKENS = Column("tokens", kind=Kind.COUNT, width=Width.NORMAL)
 _DETAILS = (
     _REQUEST,
@@ -174,6 +175,7 @@ TIMELINE = View(
 
 
 _ROLES = ("prefill", "decode")
+_REMARK = re.compile(r" ?\([^)]*\)")
 _NAMED = 4  # maximum number of agents named in one note
 
 CAUSES = View(
@@ -201,7 +203,7 @@ FAILED = View(
         Column("ago", kind=Kind.DURATION, help="Time since the failure."),
         Column("rank", help="Agent on which the room failed first."),
         Column("code"),
-        Column("text", kind=Kind.SENTENCE, help="First cause of the failure."),
+        Column("text", help="First cause of the failure."),
         Column("after", kind=Kind.DURATION, width=Width.NORMAL, help="Time from open to failure."),
         Column("peers", kind=Kind.LIST, width=Width.WIDE, help="Agents at the other end of the room of that agent."),
         Column("agents", kind=Kind.LIST, width=Width.WIDE, help="Agents that have the room."),
@@ -261,14 +263,14 @@ def _failed_row(room: RoomTimeline, now_ns: int) -> dict[str, Any]:
 
 
 def cause_rows(failed: Iterable[Row]) -> list[Row]:
-    """Returns one row of CAUSES per cause, that is, per code and text apart from names and numbers.
+    """Returns one row of CAUSES per cause: per code and text, apart from names, numbers and remarks in parentheses.
 
     Args:
         failed: rows of FAILED.
     """
     alike: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(failed, key=lambda row: row["failed_at_ns"], reverse=True):
-        alike.setdefault((row["code"], without_names(row["text"])), []).append(row)
+        alike.setdefault((row["code"], _REMARK.sub("", without_names(row["text"]))), []).append(row)
     return [
         {
             "rooms": len(same),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvctl.render.events import EVENTS
-from kvctl.render.findings import HEALTH, without_names
+from kvctl.render.findings import HEALTH
 from kvctl.render.layers import LAYERS, hidden_share
 from kvctl.render.peers import PEERS
 from kvctl.render.rooms import CAUSES, FAILED, HISTORY, ROOMS, TIMELINE
@@ -182,7 +182,7 @@ FAILED_TABLE = TableSpec(
 )
 CAUSES_TABLE = TableSpec(
     CAUSES,
-    key=lambda row: (row["code"], without_names(row["cause"])),
+    key=lambda row: (row["code"], row["first_at_ns"]),
     agent=lambda row: "",
     faulty=lambda row: True,
     room=lambda row: str(row["room"]),

@@ -210,7 +210,8 @@ class Table(Canvas):
 
     Args:
         label: name of the table in its title.
-        tail: whether a cursor on the last row stays on the last row when rows are added, as for events.
+        follows: row of the cursor that stays under it when rows are added before the user has moved it: -1 for the
+            last, as for events, 0 for the first; None: the cursor stays on its row.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -234,13 +235,15 @@ class Table(Canvas):
             self.table = table
             self.row = row
 
-    def __init__(self, label: str, *, tail: bool = False, id: str | None = None, classes: str | None = None) -> None:
+    def __init__(
+        self, label: str, *, follows: int | None = None, id: str | None = None, classes: str | None = None
+    ) -> None:
         super().__init__(id=id, classes=classes)
         self.label = label
         self.listing: Listing | None = None
         self.empty: Line | None = None
         self.cursor = 0
-        self._tail = tail
+        self._follows = follows
         self._key: Hashable = None
         self._stale_ns: Callable[[str], int | None] = lambda agent: None
         self._natural: dict[Column, int] = {}
@@ -261,7 +264,8 @@ class Table(Canvas):
             note: remark at the right end of the title line.
             empty: text shown if there are no rows; by default the text of the view.
         """
-        following = self._tail and (self.listing is None or self.cursor >= len(self.listing.rows) - 1)
+        end = self._end(self.listing) if self.listing is not None else self.cursor
+        following = self._follows is not None and self.cursor == end
         if self.listing is None or listing.spec.view is not self.listing.spec.view:
             self._natural = {}
         self.listing, self._stale_ns, self.empty = listing, stale_ns, empty
@@ -350,10 +354,14 @@ class Table(Canvas):
             return [(f"no row of {listing.total:,} matches: {reason} (Esc shows all)", "yellow")]
         return self.empty or [(listing.spec.view.empty, "dim")]
 
+    def _end(self, listing: Listing) -> int:
+        """Returns the number of the row that the cursor follows."""
+        return max(0, len(listing.rows) - 1) if self._follows else 0
+
     def _find_cursor(self, listing: Listing, following: bool) -> int:
         last = max(0, len(listing.rows) - 1)
         if following:
-            return last
+            return self._end(listing)
         if self._key is not None:
             for number, row in enumerate(listing.rows):
                 if listing.spec.key(row) == self._key:

@@ -24,7 +24,7 @@ class EventsPanel(Panel):
     MAIN_TABLE = "events-table"
 
     def compose(self) -> ComposeResult:
-        yield Table("events", tail=True, id="events-table")
+        yield Table("events", follows=-1, id="events-table")
 
     def question(self, store: Store) -> Question:
         agents = max(1, len(store.agents))

@@ -58,7 +58,7 @@ class HistoryPanel(Panel):
     MAIN_TABLE = "history-table"
 
     def compose(self) -> ComposeResult:
-        yield Table("ended rooms", id="history-table")
+        yield Table("ended rooms", follows=0, id="history-table")
 
     def question(self, store: Store) -> Question:
         return Question("history", (STATUS, Call("history", {"limit": _limit(store, _MAX_ROOMS, _MIN_ROOMS)})))
@@ -75,7 +75,7 @@ class FailedPanel(Panel):
 
     def compose(self) -> ComposeResult:
         yield Table("causes of failed rooms", id="failed-causes")
-        yield Table("failed rooms", id="failed-table")
+        yield Table("failed rooms", follows=0, id="failed-table")
 
     def question(self, store: Store) -> Question:
         return Question("failed", (STATUS, Call("failed", {"limit": _limit(store, _MAX_FAILED, _MIN_FAILED)})))

@@ -133,7 +133,7 @@ def many_failures(canned: Any, start: Any) -> None:
         "prefill-0": [
             row(1, "KV_PEER_LOST", lost.format("decode-1", "18ec5a", 77), 10),
             row(2, "KV_PEER_LOST", lost.format("decode-1", "18ec5a", 77), 11),
-            row(3, "KV_PEER_LOST", lost.format("decode-0", "2f00aa", 78), 20, peer="decode-0"),
+            row(3, "KV_PEER_LOST", lost.format("decode-0", "2f00aa, on node-7", 78), 20, peer="decode-0"),
             row(5, "ABORTED", "by an operator", 5),
         ],
         "prefill-1": [row(4, "KV_PEER_LOST", lost.format("decode-1", "18ec5a", 77), 12, rank="prefill-1")],
@@ -148,7 +148,7 @@ def test_failed_rooms_are_grouped_by_cause(canned: Any, start: Any, kvctl: Any) 
     assert document["schema"] == "kvctl.failed_causes/1"
     lost, aborted = document["data"]
     assert (lost["rooms"], lost["code"], lost["room"]) == (4, "KV_PEER_LOST", "3")
-    assert lost["cause"] == "peer decode-0 (incarnation 2f00aa) lost: process 78 has ended"
+    assert lost["cause"] == "peer decode-0 (incarnation 2f00aa, on node-7) lost: process 78 has ended"
     assert (lost["peers"], lost["ranks"]) == (["decode-1", "decode-0"], ["prefill-0", "prefill-1"])
     assert (lost["first_at_ns"], lost["last_at_ns"]) == (canned.NOW + 10 * canned.S, canned.NOW + 20 * canned.S)
     assert lost["first_ago_ns"] - lost["last_ago_ns"] == 10 * canned.S

@@ -42,6 +42,24 @@ def test_the_cursor_stays_near_when_its_own_row_goes(specimen, build, drive) -> 
     drive(build(specimen, "rooms"), script)
 
 
+def test_the_latest_ended_room_is_followed_until_the_cursor_leaves_it(specimen, build, drive) -> None:
+    async def script(pilot: Any) -> None:
+        table = pilot.app.panel.main
+        for _ in range(2):
+            before = table.row["room"]
+            pilot.app.feed.beat()
+            await pilot.pause()
+            assert (table.cursor, table.row["room"]) == (0, str(int(before) + 1))
+        await press(pilot, "down")
+        row = (table.row["agent"], table.row["room"])
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert (table.row["agent"], table.row["room"]) == row
+        assert table.cursor > 1
+
+    drive(build(specimen, "history"), script)
+
+
 def test_events_are_followed_until_the_cursor_leaves_the_end(specimen, build, drive) -> None:
     async def script(pilot: Any) -> None:
         table = pilot.app.panel.main
