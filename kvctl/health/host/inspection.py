@@ -205,12 +205,14 @@ class _SecondLook(NamedTuple):
         answered_ns: time until it answered; None if it did not.
         pid, state: its process afterwards, with the letter in /proc/PID/stat (R, S, D, T, …); None and "" if unknown.
         cores: CPU time that all its threads used meanwhile, divided by that time.
+        waited: time that they waited for a core meanwhile, likewise; such a process is busy, however few cores it used.
     """
 
     answered_ns: int | None
     pid: int | None
     state: str
     cores: float
+    waited: float
 
 
 def explain_faults(survey: Survey, host: HostView | None, ask: Ask | None) -> list[Finding]:
@@ -243,24 +245,28 @@ def _second_looks(survey: Survey, host: HostView, ask: Ask) -> dict[str, _Second
     late = {fault.agent for fault in survey.faults if fault.code == FaultCode.TIMEOUT}
     asked = {name: endpoint for name, endpoint in endpoints.items() if name in late}
     pids = {name: listener_pid(each.path) for name, each in asked.items() if each.path is not None}
-    before = {name: _process(host, pid) for name, pid in pids.items()}
+    before = {name: _process(host, pids.get(name)) for name in asked}
     began = time.monotonic()
     replies = ask([(endpoint, _HELLO) for endpoint in asked.values()]) if asked else []
     took_s = max(time.monotonic() - began, 1 / _TICKS_PER_S)
     found = {}
     for name, reply in zip(asked, replies, strict=True):
-        state, ticks = _process(host, pids.get(name))
-        state_before, ticks_before = before.get(name, ("", 0))
-        pid = pids[name] if state and state_before else None
-        cores = (ticks - ticks_before) / _TICKS_PER_S / took_s
-        found[name] = _SecondLook(reply.rtt_ns if reply.fault is None else None, pid, state, cores)
+        then, now = before[name], _process(host, pids.get(name))
+        pid = pids.get(name) if then[0] and now[0] else None
+        cores, waited = (now[1] - then[1]) / took_s, (now[2] - then[2]) / took_s
+        found[name] = _SecondLook(reply.rtt_ns if reply.fault is None else None, pid, now[0], cores, waited)
     return found
 
 
-def _process(host: HostView, pid: int | None) -> tuple[str, int]:
-    """Returns state and CPU time (clock ticks) of a process; ("", 0) if it is not visible."""
+def _process(host: HostView, pid: int | None) -> tuple[str, float, float]:
+    """Returns the state of a process, and for how long (s) its threads ran and waited for a core; "" if not visible."""
     words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-    return (words[0] if words else ""), sum(int(each) for each in words[11:13] if each.isdecimal())  # utime, stime
+    ran = sum(int(each) for each in words[11:13] if each.isdecimal())  # utime, stime
+    tasks = (
+        (host.text(f"/proc/{pid}/task/{task}/schedstat") or "").split() for task in host.names(f"/proc/{pid}/task")
+    )
+    waited_ns = sum(int(each[1]) for each in tasks if len(each) == 3 and each[1].isdecimal())
+    return (words[0] if words else ""), ran / _TICKS_PER_S, waited_ns / 1e9
 
 
 def _silent_host(host: str, faults: Sequence[Fault]) -> Finding:
@@ -298,7 +304,7 @@ def _explain(fault: Fault, look: _SecondLook | None) -> Finding:
             means = f"asked again, it answered after {duration(look.answered_ns)}: it is slow, and does not hang"
             remedy = f"`kvctl stacks -e {fault.agent}` shows what its threads do; a longer --timeout waits for it"
         elif look.pid is not None:
-            does, remedy = _silent_process(look.pid, look.state, look.cores)
+            does, remedy = _silent_process(look.pid, look)
             means = f"nor when it was asked again: its process {look.pid} {does}"
         else:
             means = f"nor when it was asked again: {means}"
@@ -308,15 +314,18 @@ def _explain(fault: Fault, look: _SecondLook | None) -> Finding:
     return Finding(fault.code, severity, fault.agent or "agents", agents, text, remedy)
 
 
-def _silent_process(pid: int, state: str, cores: float) -> tuple[str, str]:
+def _silent_process(pid: int, look: _SecondLook) -> tuple[str, str]:
     """Returns what the process of an agent does that does not answer, as a predicate; and the remedy."""
     threads = f"`py-spy dump --pid {pid}` shows what its threads do"
-    if state == "D":
+    if look.state == "D":
         return "waits in the kernel and cannot be interrupted (a driver, a disk)", (
             f"`cat /proc/{pid}/stack` shows where, and dmesg what has happened"
         )
-    if cores < _IDLE:
+    if look.cores + look.waited < _IDLE:
         return "used no CPU time meanwhile, so it waits for something: a lock, or a call that does not return", threads
-    busy = ", so it is busy, or one of its threads loops" if cores >= _BUSY else ""
-    only_slow = f"{threads}; `kvctl agents --timeout 10s` shows whether it is only slow"
-    return f"used {cores:.2g} cores meanwhile{busy}", only_slow
+    does = f"used {look.cores:.2g} cores meanwhile"
+    if look.waited >= _IDLE:
+        does += f", and its threads waited for {look.waited:.2g} more"
+    if look.cores + look.waited >= _BUSY:
+        does += ", so it is busy, or one of its threads loops"
+    return does, f"{threads}; `kvctl agents --timeout 10s` shows whether it is only slow"

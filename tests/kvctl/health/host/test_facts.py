@@ -399,25 +399,28 @@ class TestSilence:
         assert listener_pid(tmp_path / "none.sock") is None
 
     @pytest.mark.parametrize(
-        ("state", "cpu_s", "words", "remedy"),
+        ("state", "ran_s", "waited_s", "words", "remedy"),
         [
-            ("T", 0, "does not answer: its process {pid} is stopped", "`kill -CONT"),
-            ("D", 0, "asked again: its process {pid} waits in the kernel and cannot be interrupted", "`cat /proc/"),
-            ("S", 0, "asked again: its process {pid} used no CPU time meanwhile, so it waits", "`py-spy dump --pid"),
-            ("S", 60, "cores meanwhile, so it is busy, or one of its threads loops", "`py-spy dump --pid"),
-            ("", 0, "no answer within 2 s, nor when it was asked again: busy or hung", "`kvctl agents --t"),
+            ("T", 0, 0, "does not answer: its process {pid} is stopped", "`kill -CONT"),
+            ("D", 0, 0, "asked again: its process {pid} waits in the kernel and cannot be interrupted", "`cat /proc/"),
+            ("S", 0, 0, "asked again: its process {pid} used no CPU time meanwhile, so it waits", "`py-spy dump --pid"),
+            ("S", 0, 60, "used 0 cores meanwhile, and its threads waited for ", "`py-spy dump --pid"),
+            ("S", 60, 0, "cores meanwhile, so it is busy, or one of its threads loops", "`py-spy dump --pid"),
+            ("", 0, 0, "no answer within 2 s, nor when it was asked again: busy or hung", "`kvctl agents --t"),
         ],
     )
     def test_the_process_of_an_agent_that_does_not_answer_twice_tells_why(
-        self, state: str, cpu_s: int, words: str, remedy: str, hung: Survey, host: Host
+        self, state: str, ran_s: int, waited_s: int, words: str, remedy: str, hung: Survey, host: Host
     ) -> None:
         path, ticks = f"/proc/{os.getpid()}/stat", os.sysconf("SC_CLK_TCK")
         line = f"{os.getpid()} (a) b) {state} 1 1 1 0 -1 0 0 0 0 0 " if state else ""
-        view = host({path: f"{line}100 50 0"} if state else {})
+        tasks = f"/proc/{os.getpid()}/task/7/schedstat"
+        view = host({path: f"{line}100 50 0", tasks: "5 6 7"} if state else {})
 
         def ask(requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
             if state:
-                view.path(path).write_text(f"{line}{100 + cpu_s * ticks} 50 0")
+                view.path(path).write_text(f"{line}{100 + ran_s * ticks} 50 0")
+                view.path(tasks).write_text(f"5 {6 + waited_s * 10**9} 7")
             time.sleep(0.02)
             return [Reply(endpoint, call, None, hung.faults[0], 0, 0, 2 * 10**9) for endpoint, call in requests]
 
