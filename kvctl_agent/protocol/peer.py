@@ -451,6 +451,7 @@ class Peer:
                 self.former[self.incarnation] = FormerIncarnation(self.info, self.route)
             self.former.pop(incarnation, None)
             self.lease = Lease(self.timing.lease_ns)
+            self.replaces = ""
         self.incarnation = incarnation
         self.route = route
         self.info = info

@@ -384,3 +384,16 @@ class TestReplacedServers:
         self.hello(world, "server-c", 502)
         assert len(world.p().peers) == 2
         assert world.p().peers["server-c"].replaces in ("server-a", "server-b")
+
+    def test_each_incarnation_takes_the_place_of_one(self) -> None:
+        world = World(ParallelConfig(), ParallelConfig())
+        self.hello(world, "server-a", 500)
+        self.silence(world)
+        self.hello(world, "server-b", 501)
+        self.hello(world, "server-c", 502)
+        assert world.p().peers["server-b"].replaces == "server-a"
+        self.silence(world)
+        assert world.p().peers["server-c"].state is PeerState.LOST
+        self.hello(world, "server-b", 503)
+        assert set(world.p().peers) == {"server-b"}
+        assert world.p().peers["server-b"].replaces == "server-c"
