@@ -696,7 +696,7 @@ class Agent:
     def decline(self, room: int, reason: str, *, prefill: str, timeout_s: float = 5.0) -> None:
         """Prefill: tells another prefill instance that its engine will not send a room; waits for the answer.
 
-        The room fails with code ABORTED on the decode ranks that have opened it there, or do so later. Arguments and
+        The room fails with code DECLINED on the decode ranks that have opened it there, or do so later. Arguments and
         errors are those of `refuse`.
 
         Raises:

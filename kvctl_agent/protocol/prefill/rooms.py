@@ -34,6 +34,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
 
 # Bound on the memory that one peer, broken or hostile, can make this rank allocate.
 MAX_TRANSFERS = 1 << 17
+DECLINED = "DECLINED"
 _DEADLINES_EVERY_NS = 1_000_000_000
 _DEADLINES = ("KV_ROOM_STUCK_WAITING", "KV_ROOM_STUCK_TRANSFER")
 """Codes of rooms whose parts do not arrive at a decode rank in time."""
@@ -217,10 +218,11 @@ class SendRooms:
             self.state.tombstones.add(transfer.key, room.failure, now_ns)
         openers = frozenset(name for name, transfer in room.transfers.items() if transfer.recalled is None)
         everyone = room.opened_by_all and len(openers) == len(room.transfers)
+        # The engine will not call send() for a room that was declined at another rank, either.
+        claimed = room.claimed or (room.failure is not None and room.failure["code"] == DECLINED)
         if not room.claimed or (room.failure is not None and not everyone):
-            self.state.ended[room.room] = EndedRoom(
-                now_ns, room.state, room.failure, room.claimed, openers, room.prefix_tokens
-            )
+            ended = EndedRoom(now_ns, room.state, room.failure, claimed, openers, room.prefix_tokens)
+            self.state.ended[room.room] = ended
         self.context.telemetry.finish(room.record, now_ns)
 
     def expire(self) -> None:
@@ -260,7 +262,7 @@ class SendRooms:
 
     def on_decline_room(self, event: ev.DeclineRoom) -> None:
         """Fails a room that decode ranks wait for here, or will open here, and that the engine has not begun."""
-        failure = self.context.failure("ABORTED", event.reason)
+        failure = self.context.failure(DECLINED, event.reason)
         room = self.state.rooms.get(event.room)
         if room is None:
             declined = EndedRoom(self.context.now_ns, RoomState.FAILED, failure, True, frozenset(), None)

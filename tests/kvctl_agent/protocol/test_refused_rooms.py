@@ -231,7 +231,7 @@ def test_a_room_that_its_engine_declines_fails_on_decode_and_its_number_serves_a
         world.feed("prefill-0", ev.DeclineRoom(7, WHY))
         world.flush()
     assert room.state is RoomState.FAILED
-    assert (room.failure["code"], room.failure["text"]) == ("ABORTED", WHY)
+    assert (room.failure["code"], room.failure["text"]) == ("DECLINED", WHY)
     world.settle()
     world.sent.clear()  # the engine had no handle of it
     world.sent_released.clear()
@@ -251,7 +251,15 @@ def test_a_room_that_one_rank_declines_fails_on_every_decode_rank(world: World, 
     world.feed("prefill-0", ev.DeclineRoom(7, WHY))
     world.tick(SECOND)
     world.flush()
-    assert {(room.failure["code"], room.failure["text"]) for room in rooms} == {("ABORTED", WHY)}
+    assert {(room.failure["code"], room.failure["text"]) for room in rooms} == {("DECLINED", WHY)}
+    world.settle()
+    world.sent.clear()  # the engine had no handle of it at any rank
+    world.sent_released.clear()
+    world.send(7, 3)
+    rooms = [world.receive(7, 3, reader=reader) for reader in (0, 1)]
+    world.settle()
+    assert {room.state for room in rooms} == {RoomState.SUCCESS}
+    world.check_empty()
 
 
 def test_a_room_that_the_engine_has_begun_here_is_not_declined(world: World) -> None:
