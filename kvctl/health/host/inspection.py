@@ -27,6 +27,7 @@ from kvctl.render.units import duration
 from kvctl_agent.contract import VERSION, vllm
 
 _FIXED_PORTS = ("KVCTL_ADMIN_ENDPOINT", "KVCTL_METRICS_ENDPOINT")
+_PERMISSION = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
 _HELLO = Call("hello")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _BUSY, _IDLE = 0.5, 0.05  # cores
@@ -290,14 +291,9 @@ def _explain(fault: Fault, look: _SecondLook | None) -> Finding:
     severity = Severity.CRITICAL
     if fault.code == FaultCode.STOPPED:
         text = f"does not answer: {text}"
-    elif fault.code == FaultCode.NOT_PERMITTED:
-        text, remedy = (
-            fault.message,
-            "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)",
-        )
-    elif look is None:
-        text = fault.message
-    else:
+    elif fault.code != FaultCode.TIMEOUT:
+        text, remedy = fault.message, _PERMISSION if fault.code == FaultCode.NOT_PERMITTED else ""
+    elif look is not None:
         observed, _, means = text.partition(": ")
         if look.answered_ns is not None:
             severity = Severity.WARNING

@@ -17,7 +17,7 @@ import pytest
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.fanout import Reply
-from kvctl.client.faults import timed_out
+from kvctl.client.faults import Fault, FaultCode, timed_out
 from kvctl.client.fleet import Survey
 from kvctl.health.finding import Severity
 from kvctl.health.host import engines, system
@@ -444,4 +444,9 @@ class TestSilence:
 
     def test_a_file_knows_no_processes(self, hung: Survey) -> None:
         (finding,) = explain_faults(hung, None, None)
-        assert finding.cause == hung.faults[0].message
+        assert finding.cause == "no answer within 2 s: busy or hung"
+        assert finding.remedy.startswith("`kvctl agents --timeout 10s` waits longer")
+        unknown = "no agent of this name among the 3 that answered; did you mean decode-0?"
+        hung.faults[:] = [Fault("decode-9", FaultCode.UNREACHABLE, unknown)]
+        (finding,) = explain_faults(hung, None, None)
+        assert (finding.cause, finding.remedy) == (unknown, "`kvctl agents` shows which agents answer")
