@@ -81,11 +81,9 @@ def by_host(names: Sequence[str], hosts: Mapping[str, str]) -> str:
     return f"{shown}, {few_commas(rest)}" if rest else shown
 
 
-def few_commas(names: Sequence[str]) -> str:
-    """Formats names, separated by commas; of more than 16, fewer, and the number of the others."""
-    if len(names) <= _MOST_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[: _MOST_NAMES - 1])} and {len(names) - _MOST_NAMES + 1} more"
+def few_commas(names: Sequence[str], most: int = _MOST_NAMES) -> str:
+    """Formats names, separated by commas; of more than `most`, one less, and the number of the others."""
+    return ", ".join(names) if len(names) <= most else few(names, most)
 
 
 def whole_hosts(names: Iterable[str], hosts: Mapping[str, str]) -> list[str]:

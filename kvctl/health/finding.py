@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from kvctl.client.names import few
+
 if TYPE_CHECKING:
     from kvctl.health.snapshot import Snapshot
 
@@ -20,7 +22,7 @@ AREAS: dict[str, str] = {
 }
 """Areas of `kvctl check`; each health code belongs to one."""
 
-_MAX_LISTED = 3
+_MAX_LISTED = 4
 
 
 class Severity(IntEnum):
@@ -132,10 +134,7 @@ def health_code(
 
 def listed(names: Iterable[str]) -> str:
     """Formats names: `prefill-0, prefill-1, prefill-2 and 5 more`; "none" for no names."""
-    names = list(names)
-    if len(names) > _MAX_LISTED + 1:
-        return f"{', '.join(names[:_MAX_LISTED])} and {len(names) - _MAX_LISTED} more"
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:]))) or "none"
+    return few(list(names), _MAX_LISTED) or "none"
 
 
 def counted(count: float, noun: str) -> str:

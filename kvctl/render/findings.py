@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvctl.client.names import few, natural_key
-from kvctl.health.finding import Finding, Severity
+from kvctl.health.finding import Finding, Severity, counted
 from kvctl.render import palette, units
 from kvctl.render.report import Block, Grid, Line, Span, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
@@ -103,7 +103,7 @@ def _merged(same: Sequence[Row], hosts: Mapping[str, str]) -> Row:
     ages = [each["since_ns"] for each in same if each["since_ns"] is not None]
     return {
         **frequent[0][0],
-        "subject": f"{_many(len(agents), 'agent')}{where}" if agents else f"{len(same)} findings",
+        "subject": f"{counted(len(agents), 'agent')}{where}" if agents else f"{len(same)} findings",
         "agents": agents,
         "since_ns": max(ages, default=None),
         "cause": "; ".join(texts) + (f"; {others} with other causes" if others else ""),
@@ -125,7 +125,7 @@ def overview(
         codes: number of health codes examined.
         muted: number of muted findings.
     """
-    head = [headline(rows, not silent), (f"   {_many(agents, 'agent')}, {_many(codes, 'code')} examined", "dim")]
+    head = [headline(rows, not silent), (f"   {counted(agents, 'agent')}, {counted(codes, 'code')} examined", "dim")]
     if silent:
         head.append((f", {silent} not answering", "bold red"))
     if muted:
@@ -242,7 +242,3 @@ def _figure(name: str, value: Any) -> str:
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from kvctl.client.names import few_commas
 from kvctl.render import palette, units
 from kvctl.render.bars import filled
 from kvctl.render.layers import PipelineDecisions
@@ -266,20 +267,20 @@ def _unavailable(summary: FleetSummary) -> list[Line]:
         since = f" for {units.duration(max(ages))}" if ages else ""
         resume = " ".join(names) if len(names) <= _MAX_NAMES else "--all"
         lines.append(
-            _line("draining", (_few(names), "bold"), (f"{since}, no new rooms: kvctl resume {resume}", "yellow"))
+            _line(
+                "draining",
+                (few_commas(names, _MAX_NAMES), "bold"),
+                (f"{since}, no new rooms: kvctl resume {resume}", "yellow"),
+            )
         )
     waiting: dict[str, list[str]] = {}
     for name, text in summary.waiting:
         waiting.setdefault(text, []).append(name)
-    lines += [_line("waiting", (_few(names), "bold"), (f": {text}", "yellow")) for text, names in waiting.items()]
+    lines += [
+        _line("waiting", (few_commas(names, _MAX_NAMES), "bold"), (f": {text}", "yellow"))
+        for text, names in waiting.items()
+    ]
     return lines
-
-
-def _few(names: Sequence[str]) -> str:
-    """Formats names; of more than eight, seven, and counts the others."""
-    if len(names) <= _MAX_NAMES:
-        return ", ".join(names)
-    return f"{', '.join(names[: _MAX_NAMES - 1])} and {len(names) - _MAX_NAMES + 1} more"
 
 
 def _line(label: str, *spans: Span) -> Line:
