@@ -8,7 +8,6 @@ looks like one that hangs. TCP endpoints are not probed; connection errors appea
 
 from __future__ import annotations
 
-import difflib
 import errno
 import fnmatch
 import os
@@ -31,7 +30,7 @@ from kvctl_agent.contract.admin import (
     socket_dir,
 )
 from kvctl_agent.contract.sockets import UntrustedPathError, check_path, connect_unix
-from kvctl_agent.contract.values import shown
+from kvctl_agent.contract.values import near, shown
 
 if TYPE_CHECKING:
     from kvctl.client.discovery.source import AgentSources
@@ -243,9 +242,8 @@ def _listed(directory: Path) -> list[str]:
 def _unknown(name: str, names: Sequence[str], directory: Path) -> str:
     if _GLOB & set(name):
         return missing(directory) or f"no agent in {directory} matches {name}"
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "kvctl agents lists them"
-    return missing(directory) or f"no agent named {name} in {directory}; {hint}"
+    hint = near(name, names) or "; kvctl agents lists them"
+    return missing(directory) or f"no agent named {name} in {directory}{hint}"
 
 
 def missing(directory: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +22,7 @@ from kvctl.client.renaming import Identity, Renaming, mentioned, peer_names
 from kvctl_agent.contract.addresses import host_of
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
 from kvctl_agent.contract.snapshots import Hello
+from kvctl_agent.contract.values import near
 
 _HELLO = Call("hello")
 _STATUS = Call("status")
@@ -388,8 +388,7 @@ def _named(
     silent = len(live) + len(survey.unusable) - len(answered)
     for each in names:
         if not any(matches_name(each, agent.name, agent.own_name) for agent in chosen):
-            near = difflib.get_close_matches(each, [agent.name for agent in agents], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = near(each, [agent.name for agent in agents])
             others = f", and {silent} did not" if silent else ""
             text = f"no agent of this name among the {len(agents)} that answered{others}{hint}"
             survey.faults.append(Fault(each, FaultCode.UNREACHABLE, text))

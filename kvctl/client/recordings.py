@@ -8,7 +8,6 @@ written to disk.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import io
 import time
@@ -36,6 +35,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.recording import RecordingError, RecordingVersionError
+from kvctl_agent.contract.values import near
 
 _MAX_MOMENTS_BYTES = 512 << 20  # compressed, without the inputs of state machines
 _DECODED_MOMENTS = 3
@@ -418,8 +418,7 @@ class RecordingSource:
                 found.faults += [Fault(each.name, FaultCode.UNREACHABLE, text) for each in stale]
             elif not named:
                 known = [names[each][-1] if each in names else each.name for each in live]
-                near = difflib.get_close_matches(wanted, known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(known)}" if known else ""
+                hint = near(wanted, known) or (f"; it has {', '.join(known)}" if known else "")
                 text = f"{self._path} has no agent {wanted}{hint}"
                 found.faults.append(Fault(wanted, FaultCode.UNREACHABLE, text))
         return found

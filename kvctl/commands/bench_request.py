@@ -24,7 +24,7 @@ from kvctl.lab.ranks.group import rank_names
 from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import plan as make_plan
 from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
-from kvctl_agent.contract.settings import near
+from kvctl_agent.contract.values import near
 
 _TRACE_REQUESTS = 500
 _TRACE_CONCURRENCY = 32

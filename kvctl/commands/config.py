@@ -123,7 +123,7 @@ class KeyName(click.ParamType[Key]):
         name = wanted.lower().removeprefix("kvctl_").replace("-", "_")
         found = KEYS_BY_NAME.get(name) or next((key for key in KEYS if key.sglang and key.sglang == wanted), None)
         if found is None:
-            from kvctl_agent.contract.settings import near
+            from kvctl_agent.contract.values import near
 
             hint = near(name, KEYS_BY_NAME) or "; kvctl config show lists all keys"
             self.fail(f"no configuration key {value!r}{hint}", param, ctx)
@@ -215,7 +215,7 @@ class RuntimeKey(click.ParamType[str]):
     name = "key"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from kvctl_agent.contract.settings import near
+        from kvctl_agent.contract.values import near
 
         known = KEYS_BY_NAME.get(str(value))
         if known is not None and not known.runtime:

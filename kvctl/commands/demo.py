@@ -32,7 +32,7 @@ from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.request import Sizes, Tokens
 from kvctl.render.demo import FAULTS, MOMENTS, RANKS, blocks, totals
 from kvctl.render.report import Report
-from kvctl_agent.contract.settings import near
+from kvctl_agent.contract.values import near
 
 _COUNT = click.IntRange(min=1)
 _RANDOM_ABORTS = 0.05

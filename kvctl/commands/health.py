@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from kvctl.render.findings import HEALTH, folded, labelled, overview, paragraphs
 from kvctl.render.report import Block, Report, Text
 from kvctl.render.units import duration, parse_duration
 from kvctl.render.view import Column, Kind, Row, View, Width
+from kvctl_agent.contract.values import near
 
 _PREFIX = "KV_"
 
@@ -324,12 +324,11 @@ def _code(text: str) -> Code:
         click.UsageError: there is no such code.
     """
     name = text.upper()
-    for each in (name, _PREFIX + name):
+    for each in (name, _PREFIX + name.removeprefix(_PREFIX)):
         if each in CODES_BY_NAME:
             return CODES_BY_NAME[each]
-    near = difflib.get_close_matches(name if name.startswith(_PREFIX) else _PREFIX + name, CODES_BY_NAME, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "kvctl health codes lists them"
-    raise click.UsageError(f"there is no code {text}; {hint}")
+    hint = near(each, CODES_BY_NAME)
+    raise click.UsageError(f"there is no code {text}{hint or '; kvctl health codes lists them'}")
 
 
 def _target(text: str) -> tuple[Code, str]:

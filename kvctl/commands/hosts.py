@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 import click
 
 from kvctl.client.fleet import Survey
@@ -15,6 +13,7 @@ from kvctl.commands.settings import Settings
 from kvctl.render.hosts import HOSTS, host_rows, host_screen
 from kvctl.render.report import Report
 from kvctl.render.status import STATUS
+from kvctl_agent.contract.values import near
 
 _CLOCK_ROUNDS = 3
 
@@ -79,9 +78,8 @@ def show(settings: Settings, host: str) -> None:
             report.blocks = lambda kept, width: host_screen(about, kept)
         elif found.rows:
             known = sorted({row["host"] for row in found.rows if row["host"]})
-            near = difflib.get_close_matches(host, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"kvctl hosts lists the {len(known)} that have"
-            report.failure = f"no agent is on a host {host}; {hint}"
+            hint = near(host, known) or f"; kvctl hosts lists the {len(known)} that have"
+            report.failure = f"no agent is on a host {host}{hint}"
         return report
 
     run(settings, STATUS, HEALTH_CALLS, read, clock_rounds=_CLOCK_ROUNDS)

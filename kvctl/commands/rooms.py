@@ -127,14 +127,7 @@ def slow(settings: Settings, limit: int) -> None:
         ("Failures of the last ten minutes, as CSV", "kvctl rooms failed --filter 'ago<10m' -o csv > failed.csv"),
     ],
 )
-@click.option(
-    "-n",
-    "--limit",
-    type=click.IntRange(min=1),
-    default=_FAILED_LIMIT,
-    show_default=True,
-    help="Maximum number of rows.",
-)
+@_limit(_FAILED_LIMIT)
 @click.option("--by", type=click.Choice(["cause"]), help="One row per cause, the most frequent first.")
 @pass_settings
 def failed(settings: Settings, limit: int, by: str | None) -> None:

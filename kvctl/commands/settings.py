@@ -8,7 +8,6 @@ value, since an old line in a file is easily forgotten.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.render.units import parse_seconds
 from kvctl_agent.contract import toml_files
 from kvctl_agent.contract.sockets import check_path
-from kvctl_agent.contract.values import shown
+from kvctl_agent.contract.values import near, shown
 
 OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")
 DEFAULT_OUTPUT = "table"
@@ -349,10 +348,8 @@ def context_of(user: File, name: object, origin: str) -> Mapping[str, Any]:
     """
     found = user.contexts.get(str(name))
     if found is None:
-        near = difflib.get_close_matches(str(name), user.contexts, n=1)
-        known = f"there are: {', '.join(user.contexts)}" if user.contexts else "there are none: kvctl context add"
-        hint = f"did you mean {near[0]}?" if near else known
-        raise click.UsageError(f"{origin}: no context {name!r} in {user.path}; {hint}")
+        known = f"; there are: {', '.join(user.contexts)}" if user.contexts else "; there are none: kvctl context add"
+        raise click.UsageError(f"{origin}: no context {name!r} in {user.path}{near(str(name), user.contexts) or known}")
     return found
 
 

@@ -17,7 +17,7 @@ from kvctl.health.mutes import Judged
 from kvctl.health.snapshot import Snapshot
 from kvctl.render import units
 from kvctl.render.findings import folded, row
-from kvctl_agent.contract.settings import near
+from kvctl_agent.contract.values import near
 
 _STATES = {
     Severity.INFO: CheckState.OK,

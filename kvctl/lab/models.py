@@ -8,9 +8,9 @@ attention, an indexer) are listed as state components.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from kvctl.lab.ranks.request import State
+from kvctl_agent.contract.values import near
 from kvctl_agent.errors import UnknownModel
 
 
@@ -129,8 +129,7 @@ def find_model(name: str) -> ModelPreset:
     key = name.strip().lower().rpartition("/")[2]
     if key in MODELS:
         return MODELS[key]
-    near = get_close_matches(key, MODELS, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known models: {', '.join(MODELS)}."
+    hint = near(key, MODELS) or f"; known models: {', '.join(MODELS)}."
     raise UnknownModel(
-        f"unknown model {name!r:.80}: {hint} For any other model give --layers, --kv-heads, --head-dim and --dtype."
+        f"unknown model {name!r:.80}{hint} For any other model give --layers, --kv-heads, --head-dim and --dtype."
     )

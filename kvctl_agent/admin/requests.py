@@ -13,8 +13,8 @@ import orjson
 
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES, MAX_REQUEST_ID_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Arg, Command
-from kvctl_agent.contract.settings import near
 from kvctl_agent.contract.states import MAX_ROOM
+from kvctl_agent.contract.values import near
 from kvctl_agent.errors import RequestRefused
 
 MAX_INT = 2**63 - 1

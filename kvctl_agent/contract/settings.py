@@ -6,18 +6,17 @@ source: a misspelt key that is silently ignored would be hard to find.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvctl_agent.contract import toml_files
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, PLUGIN_PREFIXES, TOOL_VARIABLES, Key, Value
 from kvctl_agent.contract.snapshots import ConfigRow
-from kvctl_agent.contract.values import integer, shown
+from kvctl_agent.contract.values import integer, near, shown
 from kvctl_agent.errors import ConfigError
 
 PREFIX = "KVCTL_"
@@ -152,17 +151,6 @@ def load_or_explain(arguments: Mapping[str, Value], environ: Mapping[str, str]) 
         return load_settings(arguments, environ)
     except ConfigError as error:
         return str(error)
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """Returns `, did you mean A or B?` for the names closest to `word`, ignoring case; "" if none is close.
-
-    The closest to `age` is `room-age`, of which it is a word, before `agents`, which has similar letters.
-    """
-    folded, by_folded = word.casefold(), {name.casefold(): name for name in known}
-    matches = [name for name in by_folded if folded in re.split("[-_.]", name)]
-    matches = (matches or difflib.get_close_matches(folded, by_folded, cutoff=0.6))[:3]
-    return f", did you mean {' or '.join(by_folded[match] for match in matches)}?" if matches else ""
 
 
 def _from_arguments(arguments: Mapping[str, Value]) -> dict[str, Setting]:

@@ -1,9 +1,12 @@
-"""Converts and formats values: integers of any type, values in error texts, text without surrogates, layer ranges."""
+"""Converts and formats values: integers of any type, values and names in error texts, plain text, layer ranges."""
 
 from __future__ import annotations
 
+import difflib
 import operator
+import re
 import reprlib
+from collections.abc import Iterable
 
 _SHOWN = 60  # characters
 _repr = reprlib.Repr()
@@ -44,3 +47,14 @@ def encodable(text: str) -> str:
 def layer_range(lo: int, hi: int) -> str:
     """Formats layers [lo, hi) with inclusive ends: `0-3`, `3` for one layer, `[5, 5)` for none."""
     return f"{lo}-{hi - 1}" if hi > lo + 1 else str(lo) if hi > lo else f"[{lo}, {hi})"
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """Returns `, did you mean A or B?` for the names closest to `word`, ignoring case; "" if none is close.
+
+    The closest to `age` is `room-age`, of which it is a word, before `agents`, which has similar letters.
+    """
+    folded, by_folded = word.casefold(), {name.casefold(): name for name in known}
+    matches = [name for name in by_folded if folded in re.split("[-_.]", name)]
+    matches = (matches or difflib.get_close_matches(folded, by_folded, cutoff=0.6))[:3]
+    return f", did you mean {' or '.join(by_folded[match] for match in matches)}?" if matches else ""

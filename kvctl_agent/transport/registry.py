@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 
+from kvctl_agent.contract.values import near
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.gil import GilSharing
@@ -76,9 +76,7 @@ def open_transport(
         TransportError: the engine is installed but cannot start.
     """
     if name not in TRANSPORTS:
-        near = difflib.get_close_matches(name, TRANSPORTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"transport: unknown {name!r}; allowed: {', '.join(TRANSPORTS)}{hint}")
+        raise ConfigError(f"transport: unknown {name!r}; allowed: {', '.join(TRANSPORTS)}{near(name, TRANSPORTS)}")
     if len(agent_name) > MAX_NAME_CHARACTERS:
         raise ConfigError(f"agent name: {len(agent_name)} characters; allowed: up to {MAX_NAME_CHARACTERS}")
     return TRANSPORTS[name](agent_name, params or {}, device, sharing, copy_pool)

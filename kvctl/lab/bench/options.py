@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from difflib import get_close_matches
 from fractions import Fraction
 
 from kvctl.lab.faults.specification import Fault, parse_faults
 from kvctl.lab.ranks.request import BUSY_ENGINES, PIPELINES, Group, Load, Sizes, State, Tokens
 from kvctl_agent.contract.config import KEYS_BY_NAME
+from kvctl_agent.contract.values import near
 
 CP_MODES = KEYS_BY_NAME["cp_mode"].choices
 TRANSPORTS = KEYS_BY_NAME["transport"].choices
@@ -194,9 +194,8 @@ def parse_kv_group(text: str) -> Group:
     for field in filter(None, listed.split(",")):
         key, _, value = field.partition("=")
         if key not in _GROUP_FIELDS:
-            near = get_close_matches(key, _GROUP_FIELDS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{text!r}: field {key!r} is unknown; {hint}allowed: {', '.join(_GROUP_FIELDS)}")
+            hint = near(key, _GROUP_FIELDS)
+            raise ValueError(f"{text!r}: field {key!r} is unknown; allowed: {', '.join(_GROUP_FIELDS)}{hint}")
         if key in fields:
             raise ValueError(f"{text!r}: {key} is given twice")
         fields[key] = _positive(value, text)
@@ -233,9 +232,7 @@ def _choices(text: str, shown: tuple[str, ...], allowed: Callable[[str], bool]) 
     words = tuple(dict.fromkeys(parse_names(text)))
     for word in words:
         if not allowed(word):
-            near = get_close_matches(word, shown, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{word!r} is unknown; {hint}allowed: {', '.join(shown)}")
+            raise ValueError(f"{word!r} is unknown; allowed: {', '.join(shown)}{near(word, shown)}")
     if not words:
         raise ValueError(f"no value is given; allowed: {', '.join(shown)}")
     return words

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Literal
 
 from kvctl_agent.contract.commands import Arg, Command, Level
-from kvctl_agent.contract.settings import near
+from kvctl_agent.contract.values import near
 
 FaultLevel = Literal["agent", "room", "process"]
 FaultUnit = Literal["share", "time", "jump", "messages", "rank"]

@@ -7,10 +7,10 @@ numpy nor msgspec, because the definitions of command-line options import it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
 from kvctl_agent.contract.choices import RANK0, STAGED
+from kvctl_agent.contract.values import near
 from kvctl_agent.errors import ConfigError
 
 DTYPE_BYTES: dict[str, int] = {
@@ -281,6 +281,4 @@ def choose(option: str, value: str, allowed: tuple[str, ...]) -> None:
         ConfigError: the value is not allowed; the message suggests the nearest allowed value.
     """
     if value not in allowed:
-        near = get_close_matches(value, allowed, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{option} {value!r:.40} is unknown; {hint}allowed: {', '.join(allowed)}")
+        raise ConfigError(f"{option} {value!r:.40} is unknown; allowed: {', '.join(allowed)}{near(value, allowed)}")

@@ -113,7 +113,7 @@ def test_a_silent_agent_is_asked_again_after_growing_pauses(socket_directory: Pa
     assert asked[:7] == [(0, "hello", "long"), (0, "status", "long"), *pauses]
 
 
-NOBODY = "no agent of this name among the 1 that answered, and 2 did not; did you mean decode-1?"
+NOBODY = "no agent of this name among the 1 that answered, and 2 did not, did you mean decode-1?"
 
 
 @pytest.mark.parametrize(

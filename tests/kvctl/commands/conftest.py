@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.snapshot import Snapshot
+from kvctl.render.rooms import finished_rows
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -80,3 +82,11 @@ def golden() -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+@pytest.fixture
+def now(canned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it a minute after the agents' answers for the times since rooms ended."""
+    monkeypatch.setattr(
+        "kvctl.commands.rooms.finished_rows", lambda rows, _: finished_rows(rows, canned.NOW + 60 * canned.S)
+    )

@@ -59,7 +59,7 @@ def recording(fleet: Any, kvctl: Any, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("args", READING, ids=" ".join)
 def test_a_recording_shows_what_the_fleet_showed(
-    args: tuple[str, ...], recording: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+    args: tuple[str, ...], recording: Path, now: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for output in OUTPUTS:
@@ -100,7 +100,7 @@ def test_faults_and_refusals_are_the_same(start: Any, kvctl: Any, tmp_path: Path
 def test_who_is_not_in_the_file_is_told(recording: Path, kvctl: Any) -> None:
     outcome = kvctl("rooms", "--from", str(recording), "-e", "decode-7")
     assert outcome.code == 3
-    assert f"{recording} has no agent decode-7; did you mean decode-" in outcome.err
+    assert f"{recording} has no agent decode-7, did you mean decode-" in outcome.err
     outcome = kvctl("rooms", "--from", str(recording), "-l", "tp=9")
     assert (outcome.code, outcome.out) == (3, "")
     assert "no agent has the labels tp=9; 4 others answered" in outcome.err

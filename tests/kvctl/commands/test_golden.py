@@ -15,7 +15,6 @@ import yaml
 
 from kvctl.commands.registry import COMMANDS as TOP
 from kvctl.commands.registry import load
-from kvctl.render.rooms import finished_rows
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = {
@@ -79,17 +78,9 @@ _CLOCK = re.compile(r'("?\b(?:generated_at_ns|offset_ns|error_ns|clock_offset_ns
 
 
 @pytest.fixture(autouse=True)
-def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(surroundings: None, now: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Allows a busy machine to answer late."""
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
-
-
-@pytest.fixture(autouse=True)
-def now(canned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes it a minute after the agents' answers for the times since rooms ended."""
-    monkeypatch.setattr(
-        "kvctl.commands.rooms.finished_rows", lambda rows, _: finished_rows(rows, canned.NOW + 60 * canned.S)
-    )
 
 
 def check(name: str, text: str) -> None:

@@ -95,7 +95,8 @@ def test_one_host(start_hosts: Any, kvctl: Any) -> None:
         "decode-1@n4",
     ]
     wrong = kvctl("hosts", "show", "n44")
-    assert (wrong.code, wrong.err) == (1, "kvctl: no agent is on a host n44; did you mean n4?\n")
+    assert wrong.code == 1
+    assert wrong.err.startswith("kvctl: no agent is on a host n44, did you mean n4")
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_the_project_ends_at_the_root_of_its_repository(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (CONTEXTS, "--context: no context 'prdo' in .*; did you mean prod"),
+        (CONTEXTS, "--context: no context 'prdo' in .*, did you mean prod"),
         ("", "there are none: kvctl context add"),
         ("contexts = 3", r"must be tables, \[contexts.NAME\]"),
         ("[contexts.x]\nendpiont = 'a'", "context x: unknown key 'endpiont'"),

@@ -57,7 +57,7 @@ def test_state_of_one_request_of_a_gated_delta_net() -> None:
 
 
 def test_a_near_miss_is_answered_with_the_nearest_names() -> None:
-    with pytest.raises(UnknownModel, match=r"unknown model 'llama-3\.1-70': did you mean llama-3\.1-70b"):
+    with pytest.raises(UnknownModel, match=r"unknown model 'llama-3\.1-70', did you mean llama-3\.1-70b"):
         find_model("llama-3.1-70")
     with pytest.raises(UnknownModel, match="qwen3-32b"):
         find_model("qwen-3-32b")

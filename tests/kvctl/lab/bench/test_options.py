@@ -153,7 +153,7 @@ def test_cp_modes_and_pipelines_are_lists_of_known_words():
 @pytest.mark.parametrize(
     ("parse", "text", "wrong"),
     [
-        (parse_cp_modes, "al", "'al' is unknown; did you mean all?"),
+        (parse_cp_modes, "al", "did you mean all?"),
         (parse_cp_modes, "", "no value is given; allowed: rank0, all, all-chunk, room-hash"),
         (parse_pipelines, "messured", "did you mean measured"),
         (parse_pipelines, "0", "'0' is unknown"),
@@ -199,7 +199,7 @@ def test_kv_groups():
         ("swa", "write NAME:layers=N,page=TOKENS"),
         ("swa:layers=2", "write NAME:layers=N,page=TOKENS"),
         ("Swa:layers=2,page=16", "write NAME:layers=N,page=TOKENS"),
-        ("swa:layers=2,page=16,windows=4", "field 'windows' is unknown; did you mean window"),
+        ("swa:layers=2,page=16,windows=4", "did you mean window"),
         ("swa:16x8x128", "field '16x8x128' is unknown; allowed: layers, page, window, heads, dim"),
         ("swa:layers=2,page=0", "'0' is not a whole number of at least 1"),
         ("swa:layers=2,layers=3,page=16", "layers is given twice"),

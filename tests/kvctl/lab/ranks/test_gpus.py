@@ -87,7 +87,7 @@ def test_paths_on_gpus_include_direct(have: Callable[..., None]):
         ({"device": "cpu", "decode_gpus": (0,)}, r"--decode-gpus 0: pools are in host memory; give --device cuda"),
         ({"device": "cpu", "compute": "gpu"}, r"--compute gpu: .* --device cuda"),
         ({"device": "cpu", "memory_bytes": GIB, "paths": ("direct",)}, r"--path direct: .* --device cuda"),
-        ({"device": "cdua"}, r"--device 'cdua' is unknown; did you mean cuda"),
+        ({"device": "cdua"}, r"--device 'cdua' is unknown; allowed: .*, did you mean cuda"),
         ({"compute": "cpu"}, r"--compute 'cpu' is unknown"),
     ],
 )
