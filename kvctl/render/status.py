@@ -187,7 +187,11 @@ STATUS = View(
             help="Engine that the agent is part of, its version, and the mode: backend, replace or observe.",
         ),
         Column("incarnation", width=Width.WIDE),
-        Column("waiting_for", width=Width.WIDE, help="Condition that must be met before the agent accepts rooms."),
+        Column(
+            "waiting_for",
+            width=Width.WIDE,
+            help="What the agent waits for, such as ranks of one of its prefill instances.",
+        ),
         Column("draining", kind=Kind.FLAG, width=Width.WIDE, help="Whether it accepts no new rooms."),
     ),
     sort=("-role", "agent"),
