@@ -17,12 +17,12 @@ from kvctl.lab.ranks.request import Load, PlanRequest, Request, Role, Tokens
 from kvctl.lab.ranks.sizing import Budget, check_room_fits, pool_bytes
 from kvctl.lab.ranks.transfer_volume import TransferVolume
 
-MIN_ROOMS = 24
+MIN_ROOMS = 28
 MAX_ROOMS = 256
 # Enough bytes for a useful run, and few enough that the slowest path of a default bench takes well under a minute.
 ROOMS_BYTES = 3 << 30
 # Compared paths take turns by batch, and what tells their rates apart is the spread over the batches.
-ROUNDS = 6
+ROUNDS = 7
 # At the end of a batch fewer rooms than the window are in flight. With the rooms of several windows in a batch, this
 # phase is a small part of its time. Large rooms share the cores from start to end, so that one window is enough: on two
 # cores, 4 rooms of 128 MiB at a time had the rate of 12.
