@@ -5,7 +5,6 @@ Functions whose only argument is the snapshot are called as in `snapshot.once(fa
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,16 +72,12 @@ def failed_rooms(snapshot: Snapshot) -> Mapping[str, Sequence[FailedRoom]]:
             if ago_ns > FAILED_NS:
                 continue
             key = (text(row, "room"), code, rank, message)
-            known = found.get(key)
-            known_to, peers = [agent.name], [*texts(row, "peers"), *texts(row, "missing")]
-            if known is not None:
-                known_to, peers, ago_ns = (
-                    [*known.known_to, *known_to],
-                    [*known.peers, *peers],
-                    max(ago_ns, known.ago_ns),
-                )
-            found[key] = FailedRoom(
-                key[0], code, rank, message, tuple(dict.fromkeys(known_to)), tuple(dict.fromkeys(peers)), ago_ns
+            known = found.get(key) or FailedRoom(*key, known_to=(), peers=(), ago_ns=0)
+            found[key] = replace(
+                known,
+                known_to=tuple(dict.fromkeys((*known.known_to, agent.name))),
+                peers=tuple(dict.fromkeys((*known.peers, *texts(row, "peers"), *texts(row, "missing")))),
+                ago_ns=max(known.ago_ns, ago_ns),
             )
     by_code: dict[str, list[FailedRoom]] = {}
     for failed in sorted(found.values(), key=lambda failed: failed.ago_ns):
@@ -151,8 +146,10 @@ def every_room_fails(snapshot: Snapshot, failures: Sequence[FailedRoom]) -> bool
     agents = [snapshot.agents[name] for name in names if name in snapshot.agents]
     first_ns = max(failed.ago_ns for failed in failures)
     ranks = [agent.status for agent in agents if agent.role == "decode"] or [agent.status for agent in agents]
-    known = bool(ranks) and all("last_success_age_ns" in status for status in ranks)
-    return known and all((number(status, "last_success_age_ns") or math.inf) > first_ns for status in ranks)
+    if not ranks or not all("last_success_age_ns" in status for status in ranks):
+        return False  # agents of older versions
+    ages = [number(status, "last_success_age_ns") for status in ranks]
+    return all(age is None or age > first_ns for age in ages)
 
 
 def failure_finding(
