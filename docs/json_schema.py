@@ -249,6 +249,7 @@ def schemas() -> dict[str, list[str]]:
     others |= {"replayed": "replay", "bench": "bench", "bench-plan": "bench --plan", "tune": "tune"}
     found |= {name: [path] for name, path in others.items()}
     found |= {"bundle": ["debug bundle", "debug show"], "status_watch": ["status -w"]}
+    found["failed_causes"] = ["rooms failed --by cause"]
     return dict(sorted(found.items()))
 
 

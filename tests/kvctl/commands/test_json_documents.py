@@ -28,6 +28,7 @@ config; config show --origin; config explain checksum; config set waiting_timeou
 health codes; health explain KV_PEER_LOST; health mute KV_PEER_LOST 2h --reason test; health mutes; doctor; check
 version; stacks; record {file}; replay {file}; debug bundle {bundle}; debug bundle --list {bundle}; debug show {bundle}
 drain prefill-0 -y; status; agents; check ready; doctor; resume prefill-0 -y; rooms abort {room} -y; rooms failed
+rooms failed --by cause
 staging release decode-0:1 -y; context ls; key new {key}; demo --list-faults; bench --plan
 agents -e nobody
 """
