@@ -288,8 +288,10 @@ def record(name: str, scene: Scene) -> None:
             time.sleep(scene.after_s)
             _record(kvctl, name, scene.for_s)
             if scene.action:
-                (subject,) = re.findall(r'"subject": ?"(\S+ allocation \d+)"', kvctl("health -o json", codes=(1,)))
-                kvctl(scene.action.format(subject.replace(" allocation ", ":")))
+                agent, serial = re.findall(
+                    r'"subject": ?"(\S+) allocation (\d+)"', kvctl("health -o json", codes=(1,))
+                )[0]
+                kvctl(scene.action.format(f"{agent}:{serial}"))
                 time.sleep(1)
                 _record(kvctl, f"{name}-after", 0)
         finally:

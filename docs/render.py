@@ -223,8 +223,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def by_hand() -> dict[str, str]:
-    """The hand-written pages with what is quoted on them, by path below docs/; performance.md with the results of
-    side_by_side.py, a section per host.
+    """README's picture, and the hand-written pages with what is quoted on them, by path below docs/; performance.md has
+    the results of side_by_side.py, a section per host.
     """
     markdown = runpy.run_path(str(HERE.parent / "benchmarks" / "side_by_side.py"))["markdown"]
     sections = [
@@ -234,11 +234,12 @@ def by_hand() -> dict[str, str]:
     written = "\n\n".join([BEGIN, *sections, END])
     between = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
     texts = {path: path.read_text() for path in (HERE.parent / "README.md", *HERE.glob("*.md"))}
-    return {
+    filled = {
         os.path.relpath(path, HERE): figures.filled(between.sub(lambda match: written, text))
         for path, text in texts.items()
         if NOTE not in text
     }
+    return {**filled, "top.svg": figures.picture()}
 
 
 def pages() -> dict[str, str]:
@@ -253,7 +254,6 @@ def pages() -> dict[str, str]:
         **health_pages(),
         **{f"../completions/{script.file}": script.text for script in SCRIPTS.values()},
         "json.md": page("JSON", *json_schema.page_text()),
-        "top.svg": figures.picture(),
     }
 
 

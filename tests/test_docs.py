@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -34,7 +35,6 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 RENDER = runpy.run_path(str(DOCS / "render.py"))
 PAGES: dict[str, str] = RENDER["pages"]()
-FILLED: dict[str, str] = RENDER["by_hand"]()
 WRITTEN = [path for path in DOCS.glob("*.md") if path.name not in PAGES]
 BY_HAND = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *sorted(WRITTEN))}
 
@@ -48,6 +48,17 @@ _FILE = re.compile(r"[\w.-]+(/[\w.-]+)+/?|[\w-]+\.(py|md|toml)|[\w-]+/")
 _OF_THE_READER = {"agent.toml", "config.toml"}
 # Names of vLLM that users meet, and code of ours does not.
 _OF_VLLM = {"kv_both", "kv_ip", "kv_load_failure_policy", "kv_rank"}
+# Texts that pages quote of vLLM, SGLang, and the reader; and headings.
+_OF_OTHERS = {
+    "Class … not found in kvctl_agent.integrations.vllm.connector",
+    "Internal server error",
+    "KV Transfer metrics",
+    "Please specify kv_role",
+    "Unexpected keyword argument",
+    "Unsupported connector type: KvctlConnector",
+    "pool memory leak detected",
+    "stuck, ticket 4711",
+}
 # What stands for something of the reader's, by what it may be.
 _STANDS_FOR = {
     "ROOM": "7",
@@ -86,9 +97,15 @@ def test_a_page_is_what_the_code_declares(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name], "run: make docs"
 
 
-@pytest.mark.parametrize("name", FILLED)
+@cache
+def by_hand() -> dict[str, str]:
+    """The hand-written pages and the picture as `make docs` would write them."""
+    return dict(RENDER["by_hand"]())
+
+
+@pytest.mark.parametrize("name", ["../README.md", "top.svg", *(path.name for path in WRITTEN)])
 def test_a_page_quotes_what_was_measured_and_what_the_code_prints(name: str) -> None:
-    assert (DOCS / name).read_text() == FILLED[name], "run: make docs"
+    assert (DOCS / name).read_text() == by_hand()[name], "run: make docs"
 
 
 def test_output_that_nothing_prints_cannot_be_quoted() -> None:
@@ -198,6 +215,12 @@ def parse(words: list[str], *, whole: bool) -> tuple[click.Context, View | None]
         name, at = found, command
 
 
+def test_what_is_not_printed_is_found() -> None:
+    assert is_printed("takes no prefill rooms")
+    assert not is_printed("takes none of its rooms at all")
+    assert not is_printed("nothing passes --filter")
+
+
 def test_what_cannot_be_typed_is_found() -> None:
     for line in (
         "kvctl stauts",
@@ -246,6 +269,54 @@ def test_names_are_in_the_code(page: str) -> None:
         assert re.sub(r"_(bucket|sum|count)$", "", name) in METRICS_BY_NAME or name in METRICS_BY_NAME, name
     for name in (word for each in code(text) for word in re.findall(r"\b[A-Za-z]\w*_\w+\b", each)):
         assert name in vocabulary() | _OF_VLLM or name.endswith("_"), name
+
+
+@cache
+def texts() -> list[list[str]]:
+    """The words of every text in the code; … for a word with a variable."""
+    nodes = [
+        node
+        for folder in ("kvctl", "kvctl_agent", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    found = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
+    return [["…" if re.search("…|%[sdr]", word) else word for word in text.split()] for text in found]
+
+
+def is_printed(quoted: str) -> bool:
+    """Whether a text in the code contains a quoted one, most of it as words."""
+    words = ["…" if "…" in word else word for word in quoted.split()]
+
+    def agrees(at: int, text: list[str], place: int, same: int) -> bool:
+        if at == len(words):
+            return same * 5 >= len(words) * 2
+        if place == len(text):
+            return False
+        if words[at] == text[place] != "…":
+            return agrees(at + 1, text, place + 1, same + 1)
+        varies = text[place] == "…"
+        return (varies and (agrees(at + 1, text, place, same) or agrees(at + 1, text, place + 1, same))) or (
+            words[at] == "…" and (agrees(at + 1, text, place, same) or agrees(at, text, place + 1, same))
+        )
+
+    known = {*words}
+    near = [text for text in texts() if len(known.intersection(text)) * 5 >= len(known) * 2]
+    return any(agrees(0, text, start, 0) for text in near for start in range(len(text)))
+
+
+@pytest.mark.parametrize("page", BY_HAND)
+def test_quoted_texts_are_in_the_code(page: str) -> None:
+    prose = " ".join(_FENCE.sub("", BY_HAND[page]).split())
+    headings = {line.lstrip("# ") for line in BY_HAND[page].splitlines() if line.startswith("#")}
+    for quoted in re.findall(r'(?<![`\w\[])"([^"`]{10,90})"', prose):
+        if len(quoted.split()) > 2 and quoted not in headings | _OF_OTHERS:
+            assert is_printed(quoted), quoted
+    output = re.findall(r"^kvctl: .*", BY_HAND[page], re.MULTILINE)
+    assert all(is_printed(line.removeprefix("kvctl: ")) for line in output)
 
 
 @pytest.mark.parametrize("page", BY_HAND)
