@@ -245,6 +245,7 @@ def bench_figures() -> dict[str, str]:
     def count(path: str, name: str) -> str:
         return f"{runs[0][path][name]:,.0f}"
 
+    busy = f", busy with other work (load {document['load']})" if document["load"] > 1 else ""
     times = [run["auto"]["gb_per_s"] / run["slice"]["gb_per_s"] for run in runs]
     return {
         "times": span(times),
@@ -253,7 +254,7 @@ def bench_figures() -> dict[str, str]:
         "descriptors": f"{count('auto', 'descriptors_per_room')} instead of {count('slice', 'descriptors_per_room')}",
         "memcpy": span([run["memcpy_gb_per_s"] for run in runs], 3),
         "write": span([run["write_gb_per_s"] for run in runs], 3),
-        "machine": f"{env['cores']} cores of a virtual machine ({env['cpu']})",
+        "machine": f"{env['cores']} cores of a virtual machine ({env['cpu']}){busy}",
         "date": document["date"],
         "runs": str(len(runs)),
     }
@@ -331,6 +332,7 @@ def _unfinished_or_failed(agent: RecordedAgent) -> list[Any]:
 
 def bench() -> None:
     """Runs the benchmark `RUNS` times; the text is that of the run with the median ratio."""
+    load = os.getloadavg()[0]
     texts, results = [], []
     for _ in range(RUNS):
         with tempfile.TemporaryDirectory() as directory:
@@ -349,7 +351,12 @@ def bench() -> None:
         results.append(result)
     times = [each["auto"]["gb_per_s"] / each["slice"]["gb_per_s"] for each in results]
     (FIGURES / "bench.txt").write_text(texts[times.index(sorted(times)[RUNS // 2])])
-    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "env": document["env"], "runs": results}
+    about = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "load": round(load, 1),
+        "env": document["env"],
+        "runs": results,
+    }
     (FIGURES / "bench.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
