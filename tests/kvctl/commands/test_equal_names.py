@@ -116,7 +116,7 @@ def test_agents_of_equal_names_are_told_apart_in_every_command(hosts: Hosts, kvc
     assert len(rows(kvctl("status", "--from", recording, "-o", "json"))) == 4
     assert len(rows(kvctl("status", "-e", "decode-0", "-o", "json"))) == 2
     missing = kvctl("status", "-e", "decode-0@n3", "-o", "json")
-    assert (missing.code, "among the 4 that answered; did you mean decode-0@n" in missing.err) == (3, True)
+    assert (missing.code, "among the 4 that answered, did you mean decode-0@n" in missing.err) == (3, True)
 
 
 PAIR = ("prefill", "decode")
