@@ -53,7 +53,7 @@ GOLDEN = {
     "kvctl status": "tests/kvctl/commands/golden/status-hosts-120.txt",
     "curl http://127.0.0.1:9400/readyz": "tests/kvctl_agent/export/readyz-draining.txt",
 }
-PICTURE, PICTURE_SIZE = "stuck-room", (120, 30)
+PICTURE, PICTURE_SIZE = "stuck-room", (120, 38)
 WIDTH = 100
 RUNS = 3  # of the benchmark
 # Answers of agents that no page shows; they are most of a recording. Curves need few.

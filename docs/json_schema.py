@@ -212,6 +212,78 @@ ADDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 }
 # Schemas that also have rows of agents that did not answer: the only fields of these.
 SILENT: Mapping[str, frozenset[str]] = {"status": frozenset({"name", "host", "health"})}
+# Meanings of fields for which neither a comment, nor a column, nor the glossary has one; by name.
+MEANINGS: Mapping[str, str] = {
+    "aborted": "rooms aborted by --fault abort",
+    "breach": "first violation of a guarantee",
+    "buffers": "staging buffers of a prefill rank; null: of a decode rank",
+    "cells": "number of cells (writer, chunk, layer)",
+    "connected": "peers that are connected to it",
+    "copies": "copies from the ring to pages",
+    "count": "number of measured values",
+    "detail": "more about the event",
+    "does": "effect",
+    "dropped": "pieces of the inputs that the agent had discarded",
+    "end": "end of the region in the ring, bytes",
+    "failed": "rooms that failed",
+    "failed_by_fault": "rooms that failed because of an injected fault",
+    "failure": "first cause of the failure; null: it has not failed",
+    "fallbacks": "parts that took another path than the one asked for",
+    "fds": "open file descriptors",
+    "file": "name in the bundle",
+    "finished_at_ns": "end of the room; null: it is active",
+    "first_at_ns": "first input",
+    "gated": "parts of a prefill rank that wait for the ring",
+    "gb_per_s": "KV bytes per time",
+    "gids": "addresses of an RDMA port",
+    "granted_total": "regions granted",
+    "high_water_bytes": "most that was ever in use",
+    "inputs": "number of inputs of the state machine",
+    "last_at_ns": "last input",
+    "latency_ns": "decode: open to success; prefill: first ready to sent",
+    "live": "allocations",
+    "message": "what happened and the next step",
+    "missed": "inputs that the agent did not record",
+    "nbytes": "bytes of the inputs in the file",
+    "notes": "remarks",
+    "opened_at_ns": "start of the room on this rank",
+    "p50_ns": "median",
+    "p90_ns": "90th percentile",
+    "p99_ns": "99th percentile",
+    "pages": "pages of the room",
+    "parts": "parts of the room",
+    "peers": "agents that it transfers with",
+    "pieces": "pieces of the buffers",
+    "planned": "cells that are due",
+    "process": "resources of the worker process",
+    "public": "public key",
+    "rate": "rate of transfers",
+    "refused_total": "regions refused",
+    "retransmits": "packets sent again, by the kernel's counters",
+    "revoked_total": "regions revoked",
+    "ring": "ring of a decode rank; null: of a prefill rank",
+    "rooms": "number of rooms",
+    "rooms_per_s": "rooms per time",
+    "round": "how often allocation has wrapped around the ring",
+    "rss_bytes": "resident memory",
+    "scattered": "cells in their pages",
+    "sent": "cells sent",
+    "serial": "number of the allocation, never reused",
+    "sha256": "checksum of the file",
+    "size_bytes": "size",
+    "state": "state",
+    "story": "inputs and actions, one a line",
+    "tail": "offset in the ring, bytes",
+    "text": "description for people",
+    "threads": "threads of the process",
+    "timeline_dropped": "events that were dropped for lack of space",
+    "verified": "whether every received byte was compared and right",
+    "waits_for": "why they have not arrived",
+    "watermark": "oldest allocation of the ring that is not free",
+    "what": "contents",
+    "window_ns": "time over which it was measured",
+    "writer": "rank that writes",
+}
 # Fields of the answers that the rows of a schema do not have.
 LACKING: Mapping[str, frozenset[str]] = {"bootstrap": frozenset({"agent"})}
 
@@ -517,7 +589,7 @@ def _table(declared: list[Field]) -> str:
     lines = ["| field | type | unit | meaning |", "| --- | --- | --- | --- |"]
     for field in declared:
         kind = type_text(field.hint) + ("" if field.required else ", optional")
-        cells = (f"`{field.name}`", kind, unit(field.name), field.text)
+        cells = (f"`{field.name}`", kind, unit(field.name), field.text or MEANINGS.get(field.name, ""))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -100,6 +100,11 @@ def test_fields_have_the_comments_of_their_types_and_of_those_that_these_extend(
     assert texts.keys() > RoomRow.__annotations__.keys()
 
 
+def test_no_meaning_is_left_of_a_field_that_is_gone() -> None:
+    page = (Path(json_schema.__file__).parent / "json.md").read_text()
+    assert [name for name in json_schema.MEANINGS if f"| `{name}` |" not in page] == []
+
+
 def test_a_page_that_breaks_the_promise_of_the_one_before_is_found() -> None:
     page = "### kvctl.x/1\n| `a` | string |  | |\n| `b` | integer or null | ns | |\n| `c` | `x` or `y` | | |\n"
     broken = json_schema.broken_promises
