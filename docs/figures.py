@@ -252,6 +252,7 @@ def bench_figures() -> dict[str, str]:
         "slice": span(rates("slice")),
         "auto": span(rates("auto")),
         "descriptors": f"{count('auto', 'descriptors_per_room')} instead of {count('slice', 'descriptors_per_room')}",
+        "rows": count("slice", "descriptors_per_room"),
         "memcpy": span([run["memcpy_gb_per_s"] for run in runs], 3),
         "write": span([run["write_gb_per_s"] for run in runs], 3),
         "machine": f"{env['cores']} cores of a virtual machine ({env['cpu']}){busy}",
