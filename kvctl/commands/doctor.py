@@ -159,9 +159,9 @@ def _without_summary(each: Row) -> Row:
 def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> None:
     """Ranked findings with evidence, likely cause and next command, and checks of this host.
 
-    Reads the fleet twice, a second apart, and checks this host: locked memory, RDMA and GPU, engines and their
-    environment, namespaces, limits, ports, versions, options of vLLM servers with kvctl's connector. With --from only
-    the fleet, which may have run elsewhere.
+    Reads the fleet twice, a second apart, asks agents that do not answer in time once more, and checks this host:
+    locked memory, RDMA and GPU, engines and their environment, namespaces, limits, ports, versions, options of vLLM
+    servers with kvctl's connector. With --from only the fleet, which may have run elsewhere.
 
     COMMAND is the command line of a server of SGLang or vLLM with kvctl, after --. It is not run; only this host is
     checked, the server's options, environment and packages, and what conflicts with the servers that run here. For
