@@ -238,8 +238,8 @@ def bench_figures() -> dict[str, str]:
     def rates(*paths: str) -> list[float]:
         return [run[path]["gb_per_s"] for run in runs for path in paths]
 
-    def span(values: list[float], digits: int = 2) -> str:
-        low, high = (f"{each:.{digits}g}" for each in (min(values), max(values)))
+    def span(values: list[float]) -> str:
+        low, high = (f"{each:.2g}" for each in (min(values), max(values)))
         return low if low == high else f"{low} to {high}"
 
     def count(path: str, name: str) -> str:
@@ -253,8 +253,6 @@ def bench_figures() -> dict[str, str]:
         "auto": span(rates("auto")),
         "descriptors": f"{count('auto', 'descriptors_per_room')} instead of {count('slice', 'descriptors_per_room')}",
         "rows": count("slice", "descriptors_per_room"),
-        "memcpy": span([run["memcpy_gb_per_s"] for run in runs], 3),
-        "write": span([run["write_gb_per_s"] for run in runs], 3),
         "machine": f"{env['cores']} cores of a virtual machine ({env['cpu']}){busy}",
         "date": document["date"],
         "runs": str(len(runs)),

@@ -7,9 +7,9 @@ from pathlib import Path
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
-def install(*extras: str) -> str:
+def install(extra: str) -> str:
     """Returns the command, which runs in a checkout of kvctl, because no package index has kvctl."""
-    return f"`pip install '.[{','.join(extras)}]'` in a checkout of kvctl"
+    return f"`pip install '.[{extra}]'` in a checkout of kvctl"
 
 
 def engine_extra(transport: str) -> str:
