@@ -256,6 +256,7 @@ def bench_figures() -> dict[str, str]:
         "machine": f"{env['cores']} cores of a virtual machine ({env['cpu']}){busy}",
         "date": document["date"],
         "runs": str(len(runs)),
+        "rooms": (FIGURES / "bench.txt").read_text().split(" rooms of ")[0].split("\n")[-1],
     }
 
 

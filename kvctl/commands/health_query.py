@@ -89,7 +89,7 @@ class AgentRows:
 
     Attributes:
         rows: the answers to `status` with host, instance and health codes; for an agent that did not answer a row with
-            `name`, `host` and `health` only, its fault.
+            `name`, `host`, `health`, its fault, and `role` if its peers know it.
         answered: number of agents that answered.
         faults: faults of those that did not.
         notes: remarks about agents that answered only a part.
@@ -111,8 +111,19 @@ def agent_rows(survey: Survey, reading: HealthReading) -> AgentRows:
     answered = {row["name"] for row in rows}
     # An agent that refuses a query that only health needs has answered nevertheless.
     faults = [fault for fault in survey.faults if fault.agent not in answered]
+    opposite = {"prefill": {"role": "decode"}, "decode": {"role": "prefill"}}
+    roles = {
+        peer["peer"]: opposite.get(agent.hello["role"], {})
+        for agent, peers in survey.answers("peers")
+        for peer in peers
+    }
     silent = [
-        {"name": fault.agent, "host": survey.host_of(fault.agent), "health": [fault.code]}
+        {
+            "name": fault.agent,
+            **roles.get(fault.agent, {}),
+            "host": survey.host_of(fault.agent),
+            "health": [fault.code],
+        }
         for fault in faults
         if fault.agent
     ]

@@ -10,13 +10,14 @@ from enum import Enum
 from kvctl.client.faults import SILENT, silence, silent_hosts
 from kvctl.client.fleet import Survey
 from kvctl.exit_codes import CheckState
-from kvctl.health.answers import amount, counts, inner, number, rows, text
+from kvctl.health.answers import amount, counts, inner, not_ready, number, rows, text
 from kvctl.health.codes import CODES_BY_NAME
-from kvctl.health.finding import AREAS, Finding, Severity
+from kvctl.health.finding import AREAS, Finding, Severity, listed
 from kvctl.health.mutes import Judged
 from kvctl.health.snapshot import Snapshot
 from kvctl.render import units
 from kvctl.render.findings import folded, row
+from kvctl_agent.contract.states import UNREGISTERED
 from kvctl_agent.contract.values import near
 
 _STATES = {
@@ -345,8 +346,9 @@ def verdicts(
     for area in areas:
         problems = [
             *silent,
-            *(_stale_sockets(snapshot) if area == next(iter(AREAS)) else ()),
             *_of_findings([finding for finding in judged.raised if _area(finding) == area], snapshot.survey.hosts),
+            *(_not_ready(snapshot, judged) if area == "ready" else ()),
+            *(_stale_sockets(snapshot) if area == next(iter(AREAS)) else ()),
             *_reached(area, snapshot, thresholds),
         ]
         bad = [problem for problem in problems if problem.state is not CheckState.OK]
@@ -370,6 +372,23 @@ def _silent(survey: Survey) -> Iterator[Problem]:
             continue
         state = CheckState.CRITICAL if fault.code in SILENT else CheckState.UNKNOWN
         yield Problem(state, fault.text)
+
+
+def _not_ready(snapshot: Snapshot, judged: Judged) -> Iterator[Problem]:
+    """Yields a problem for all agents that cannot take a new room for the same reason, whatever finding explains it.
+
+    Left out are agents that drain or whose engine sleeps, because somebody wanted that, and those of findings of this
+    area.
+    """
+    findings = (*judged.raised, *(finding for finding, _ in judged.muted))
+    told = {name for finding in findings if _area(finding) == "ready" for name in finding.agents}
+    by_reason: dict[str, list[str]] = {}
+    for name, agent in snapshot.agents.items():
+        reason = not_ready(agent.status)
+        if reason and reason != UNREGISTERED and not agent.status.get("draining") and name not in told:
+            by_reason.setdefault(reason, []).append(name)
+    for reason, names in by_reason.items():
+        yield Problem(CheckState.WARNING, f"{listed(names)} cannot take a new room: {reason}")
 
 
 def _stale_sockets(snapshot: Snapshot) -> Iterator[Problem]:

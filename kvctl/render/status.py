@@ -224,7 +224,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span], table: Grid
     """Formats the summary of the fleet and a table.
 
     Args:
-        rows: rows of STATUS; rows of agents that did not answer have only name, host and health.
+        rows: rows of STATUS; rows of agents that did not answer have only name, host, health and perhaps role.
         silent: number of agents that did not answer.
         health: short text about the findings.
         table: the table; by default that of all agents.
@@ -236,7 +236,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span], table: Grid
     summary = summarise(answered)
     lines: list[Line] = [
         _line("fleet", *health, *_agents(rows, silent)),
-        *_ranks(answered),
+        *_ranks(rows),
         _line("rooms", *_rooms(summary)),
         _line("ring", *_ring_use(summary)),
         _line("rate", *_rate(summary)),
@@ -303,17 +303,18 @@ def _agents(rows: Sequence[Row], silent: int) -> list[Span]:
 def _ranks(rows: Sequence[Row]) -> list[Line]:
     lines = []
     for role in ("prefill", "decode"):
-        ranks = [row for row in rows if row["role"] == role]
+        known = [row for row in rows if row.get("role") == role]
+        ranks = [row for row in known if "rank" in row]
         if not ranks:
             continue
         instances = {(row.get("instance"), tuple(row["sizes"].items())) for row in ranks}
-        whole = sum(prod(size for _, size in sizes) for _, sizes in instances)
+        whole = max(len(known), sum(prod(size for _, size in sizes) for _, sizes in instances))
         shapes = sorted({" ".join(f"{axis}{size}" for axis, size in sizes if size > 1) for _, sizes in instances})
         engines = sorted({_engine(row["transport"]) for row in ranks})
         devices = _devices({row["device"] for row in ranks})
         shape = " and ".join(each or "one rank" for each in shapes)
-        ranks_of = f"{len(ranks)} of {max(whole, len(ranks))} ranks answered ({shape})"
-        if shapes == [""]:
+        ranks_of = f"{len(ranks)} of {whole} ranks answered ({shape})"
+        if shapes == [""] and whole == len(ranks):
             ranks_of = f"{len(ranks)} rank{'s' * (len(ranks) != 1)} answered"
         named = {name for name, _ in instances if name}
         if len(named) > 1 and shapes != [""]:
@@ -393,9 +394,10 @@ def _pipeline(rows: Sequence[Row]) -> list[Line]:
 def _latency(summary: FleetSummary) -> list[Span]:
     if summary.p50_ns is None:
         return [("no room finished yet", "dim")]
+    rooms = f"{units.count(summary.latencies)} room{'s' * (summary.latencies != 1)}"
     return [
         (f"p50 {units.duration(summary.p50_ns)}  p99 {units.duration(summary.p99_ns)}", "bold"),
-        (f"  (median and worst of {summary.counted} ranks, {units.count(summary.latencies)} rooms)", ""),
+        (f"  (median and worst of {summary.counted} ranks, {rooms})", ""),
     ]
 
 

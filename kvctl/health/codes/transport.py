@@ -73,7 +73,6 @@ def lane_slow(snapshot: Snapshot) -> Iterator[Finding]:
         factor = wire.ns_a_byte / others.ns_a_byte
         yield lane_slow.finding(
             name,
-            agents=(name, *slow.other_names),
             weight=factor,
             evidence={
                 "wire_a_part_ns": round(wire.seconds_a_part * 1e9),

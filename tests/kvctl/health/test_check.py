@@ -11,6 +11,7 @@ from kvctl.health.check import MEASURES, Threshold, Verdict, verdicts, worst
 from kvctl.health.finding import AREAS, Finding, Severity
 from kvctl.health.mutes import Judged, Mute
 from kvctl.health.snapshot import Snapshot
+from kvctl_agent.contract.states import UNREGISTERED
 from tests.kvctl.health.fleets import Fleet
 
 ALL = tuple(AREAS)
@@ -69,6 +70,30 @@ def test_who_does_not_answer_counts_everywhere_and_is_told_once(
     found = look(snapshot)
     assert set(by_area(found).values()) == {state}
     assert plugin("all", found, {}).count("decode-9: no answer") == 1
+
+
+def test_ready_counts_who_cannot_take_a_room_whatever_explains_it() -> None:
+    fleet = Fleet()
+    waits = "no hello from prefill-1"
+    for name in ("decode-0", "decode-1"):
+        fleet.status(name, waiting_for=waits, not_ready=waits)
+    lost = Finding("KV_PEER_LOST", Severity.CRITICAL, "prefill-1", ("prefill-1", "decode-0"), "died", "start it")
+    (found,) = verdicts(("ready",), fleet.snapshot(), Judged([lost], []), {}, "no agent found")
+    assert [(each.state, each.text) for each in found.problems] == [
+        (CheckState.WARNING, f"decode-0 and decode-1 cannot take a new room: {waits}")
+    ]
+    known = Finding("KV_NOT_READY", Severity.WARNING, "decode-0", ("decode-0", "decode-1"), "cannot serve", "start it")
+    (found,) = verdicts(("ready",), fleet.snapshot(), Judged([lost, known], []), {}, "no agent found")
+    assert [each.code for each in found.problems] == ["KV_NOT_READY"]
+
+
+@pytest.mark.parametrize(
+    "status", [{"draining": True, "not_ready": "draining"}, {"not_ready": UNREGISTERED}, {"waiting_for": "prefill-9"}]
+)
+def test_ready_is_ok_with_agents_that_drain_sleep_or_serve(status: dict[str, object]) -> None:
+    fleet = Fleet()
+    fleet.status("decode-0", **{"not_ready": None, **status})
+    assert set(by_area(look(fleet.snapshot())).values()) == {CheckState.OK}
 
 
 def test_nobody_there_is_critical(snapshot: Snapshot) -> None:

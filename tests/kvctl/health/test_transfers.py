@@ -104,7 +104,7 @@ def test_a_slow_writer():
     fleet.room("prefill-0", "7", forward_done_at_ns=0, coverage={"sent": 32})
     fleet.room("prefill-1", "7", forward_done_at_ns=0, coverage={"sent": 8})
     (first, *others) = fleet.examine(before)
-    assert (first.code, first.subject) == ("KV_LANE_SLOW", "prefill-1")
+    assert (first.code, first.subject, first.agents) == ("KV_LANE_SLOW", "prefill-1", ("prefill-1",))
     assert not others  # the room waits for it
     assert first.evidence["wire_a_part_ns"] == pytest.approx(0.4e9)
     assert first.weight == pytest.approx(20, rel=0.01)

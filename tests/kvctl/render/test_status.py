@@ -86,6 +86,19 @@ def test_ranks_of_instances_of_several_shapes(canned: Any) -> None:
     assert headline(rows, "prefill").startswith("prefill  2 of 3 ranks answered (one rank and tp2), ")
 
 
+def test_ranks_that_do_not_answer_count_with_the_role_that_peers_know(canned: Any) -> None:
+    rows = [canned.status("prefill-0"), canned.status("prefill-1")]
+    silent = {"name": "prefill-2", "role": "prefill", "health": ["stopped"]}
+    assert headline([*rows, silent], "prefill").startswith("prefill  2 of 3 ranks answered (tp2), ")
+    assert headline([rows[0], silent], "prefill").startswith("prefill  1 of 2 ranks answered (tp2), ")
+    for row in rows:
+        row["sizes"] = dict.fromkeys(row["sizes"], 1)
+    assert headline([*rows, silent], "prefill").startswith("prefill  2 of 3 ranks answered (one rank), ")
+    assert headline([*rows, {"name": "other", "health": ["stopped"]}], "prefill").startswith(
+        "prefill  2 ranks answered, "
+    )
+
+
 def test_rooms_that_only_prefill_ranks_have_are_told(canned: Any) -> None:
     rows = [canned.status(name) for name in canned.FLEET]
     assert headline(rows, "rooms").endswith(" failed   (at decode ranks)")
