@@ -255,8 +255,19 @@ class Silence:
     error: str
 
 
+def restarted(snapshot: Snapshot, row: Row) -> bool:
+    """Returns whether a report about a needed peer is about an earlier incarnation of an agent that answers kvctl."""
+    other, known = snapshot.agents.get(text(row, "peer")), text(row, "incarnation")
+    return (
+        other is not None
+        and row.get("needed") is not False
+        and "" != known != other.incarnation
+        and other.incarnation != ""
+    )
+
+
 def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
-    """Returns the reports about silent agents, by the name of the silent agent."""
+    """Returns the reports about silent agents, by the name of the silent agent; none about those started again."""
     found: dict[str, list[Silence]] = {}
     ended = {endpoint.name for endpoint in snapshot.survey.discovery.stale}
     for agent in snapshot.agents.values():
@@ -268,6 +279,8 @@ def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
             if has_ended:
                 state, error = "lost", "its process has ended"
             lost = state == "lost"
+            if restarted(snapshot, row):
+                continue
             if lost or (state == "suspect" and heard is not None and heard >= min_ns):
                 silence = Silence(
                     agent.name,

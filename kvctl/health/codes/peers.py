@@ -22,6 +22,7 @@ from kvctl.health.codes.facts import (
     failed_by_peer,
     failure_alert,
     failure_finding,
+    restarted,
     silences,
     unresponsive,
 )
@@ -52,13 +53,18 @@ _FACTOR = re.compile(r"(?P<name>.*\S) (?P<first>\S+) ≠ (?P<second>\S+)")
 
 
 def _stale_pairs(snapshot: Snapshot) -> Iterator[tuple[Agent, Agent]]:
-    """Yields pairs whose first agent knows only an earlier incarnation of the second, long after its restart."""
+    """Yields pairs whose first agent knows only an earlier incarnation of the second, long after its restart.
+
+    A decode rank says hello only to the prefill ranks that it knows: to those of an instance that its engine names with
+    its requests, not before the first one.
+    """
     for agent in snapshot.agents.values():
         patience_ns = max(agent.period_ns("lost_s"), _HELLO_NS)
         for row in agent.peers:
             other = snapshot.agents.get(text(row, "peer"))
-            known = text(row, "incarnation")
-            if other is None or not known or not other.incarnation or known == other.incarnation:
+            if other is None or not restarted(snapshot, row):
+                continue
+            if other.role == "decode" and not row_about(other, agent.name):
                 continue
             if min(amount(other.status, "uptime_ns"), amount(agent.status, "uptime_ns")) >= patience_ns:
                 yield agent, other
@@ -119,7 +125,7 @@ def peer_lost(snapshot: Snapshot) -> Iterator[Finding]:
     failed = snapshot.once(failed_by_peer)
     for interruption in snapshot.once(interruptions):
         yield _interrupted(interruption, failed)
-    explained = snapshot.once(interrupted) | {(agent.name, other.name) for agent, other in _stale_pairs(snapshot)}
+    explained = snapshot.once(interrupted)
     by_host: dict[str, dict[str, list[Silence]]] = {}
     for name, all_reports in snapshot.once(silences).items():
         reports = [silence for silence in all_reports if (silence.agent, name) not in explained]
@@ -307,8 +313,14 @@ def _unknown_peer(snapshot: Snapshot, failures: Sequence[FailedRoom]) -> Finding
 
 
 def _reconnected(snapshot: Snapshot, name: str, failures: Sequence[FailedRoom]) -> Finding:
-    back = any(text(row, "peer") == name for agent in snapshot.agents.values() for row in agent.peers)
-    now = "connected again" if back else "not needed any more, and forgotten"
+    states = {
+        text(row, "state") for agent in snapshot.agents.values() for row in agent.peers if text(row, "peer") == name
+    }
+    state, now = "forgotten", "not needed any more, and forgotten"
+    if states & {"ready", "suspect"}:
+        state, now = "back", "connected again"
+    elif states:
+        state, now = "started", "started again, and not connected yet"
     return failure_finding(
         snapshot,
         peer_lost,
@@ -318,7 +330,7 @@ def _reconnected(snapshot: Snapshot, name: str, failures: Sequence[FailedRoom]) 
         subject=name,
         severity=Severity.WARNING,
         agents=(name,),
-        evidence={"state": "back" if back else "forgotten"},
+        evidence={"state": state},
     )
 
 

@@ -123,6 +123,9 @@ def test_rooms_that_failed_while_it_was_away():
     assert (found.subject, found.severity, found.weight) == ("prefill-1", Severity.WARNING, 2)
     assert "it is connected again" in found.cause
     for name in ("decode-0", "decode-1"):
+        fleet.peer(name, "prefill-1", incarnation="deadbeef", state="lost")
+    assert "it is started again, and not connected yet" in fleet.find("KV_PEER_LOST")[0].cause
+    for name in ("decode-0", "decode-1"):
         peers = fleet.answers[name]["peers"]
         peers[:] = [row for row in peers if row["peer"] != "prefill-1"]
     assert "it is not needed any more, and forgotten" in fleet.find("KV_PEER_LOST")[0].cause
@@ -140,6 +143,28 @@ def test_a_life_that_is_over():
     assert fleet.find("KV_PEER_LOST") == []
     fleet.status("prefill-1", uptime_ns=8 * S)  # they may not have met yet
     assert fleet.find("KV_PEER_STALE") == []
+
+
+def test_a_decode_rank_that_was_started_again_and_has_no_request_yet_is_neither_lost_nor_stale():
+    fleet = Fleet()
+    lost = "peer decode-1 (incarnation deadbeef) lost: process 4243 has ended"
+    for name in ("prefill-0", "prefill-1"):
+        fleet.peer(name, "decode-1", incarnation="deadbeef", state="lost", last_heard_ns=50 * S, last_error=lost)
+    fleet.answers["decode-1"]["peers"].clear()  # its engine names the prefill instance with the first request
+    assert fleet.examine() == []
+
+
+def test_a_prefill_rank_that_was_started_again_need_not_be_started():
+    fleet = killed()
+    for name in ("decode-0", "decode-1"):
+        fleet.peer(name, "prefill-1", incarnation="deadbeef")
+    (gone,) = fleet.find("KV_PEER_LOST")
+    assert "start prefill-1 again" in gone.remedy
+    again = Fleet()
+    again.status("prefill-1", uptime_ns=3 * S)
+    for name in ("decode-0", "decode-1"):
+        again.peer(name, "prefill-1", incarnation="deadbeef", state="lost", last_heard_ns=20 * S, last_error=DEAD)
+    assert again.examine() == []
 
 
 def test_a_peer_that_does_not_read():
