@@ -138,7 +138,7 @@ class AdminQueries:
             "rooms": stats["rooms"],
             "rooms_finished_total": stats["rooms_finished_total"],
             "rooms_finished_5m": telemetry.recent_ends.counts(now_ns),
-            "last_success_age_ns": since(telemetry.recent_ends.last_ns.get("Success", 0), now_ns),
+            "last_success_age_ns": since(telemetry.recent_ends.success_ns, now_ns),
             "bytes_total": sum(stats["bytes_total"].values()),
             "rate": telemetry.rate.window(now_ns),
             "latency": stats["latency"],

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvctl_agent import gil
 from kvctl_agent.contract.health import FINISHED_NS
 from kvctl_agent.contract.snapshots import LatencySummary, LayerRow, LayerStage, RateWindow, Role
-from kvctl_agent.contract.states import STAGES
+from kvctl_agent.contract.states import STAGES, RoomState
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Metrics, Sample, Series
@@ -683,13 +683,13 @@ class RecentEnds:
     thread at a time calls `add`; any thread may call `counts`.
 
     Attributes:
-        last_ns: monotonic time of the last end, by state.
+        success_ns: monotonic time of the latest success; 0: none yet.
     """
 
     def __init__(self, window_ns: int) -> None:
         self._slice_ns = window_ns // _SLICES_OF_WINDOW
         self._slices: deque[tuple[int, Counter[str]]] = deque(maxlen=_SLICES_OF_WINDOW + 1)  # number of the slice
-        self.last_ns: dict[str, int] = {}
+        self.success_ns = 0
 
     def add(self, state: str, at_ns: int) -> None:
         """Counts a room that ended at monotonic `at_ns`."""
@@ -697,7 +697,8 @@ class RecentEnds:
         if not self._slices or self._slices[-1][0] < number:
             self._slices.append((number, Counter()))
         self._slices[-1][1][state] += 1
-        self.last_ns[state] = at_ns
+        if state == RoomState.SUCCESS.label:
+            self.success_ns = at_ns
 
     def counts(self, now_ns: int) -> dict[str, int]:
         """Returns the numbers at monotonic `now_ns`; states without a room are absent."""
