@@ -33,6 +33,7 @@ from kvctl_agent.transport.mooncake.writes import PEER_WINDOW
 pytestmark = pytest.mark.usefixtures("mooncake_started")
 
 HEAD_BYTES = len(b"kvctl-mooncake-1") + 4
+ESTABLISHED = 1  # state of a TCP connection
 
 
 def sizes(nbytes: int, count: int = 1) -> np.ndarray:
@@ -140,7 +141,9 @@ def test_connections_to_a_disconnected_peer_that_lives_are_not_touched(crew: Any
     agent.transport.disconnect("peer")
     assert not agent.transport._engine.close_ended(told(peer.metadata)["session"])
     agent.wait()
-    assert connections(agent, told(peer.metadata)["session"]) == before
+    after = connections(agent, told(peer.metadata)["session"])
+    assert len(after) >= len(before)  # the engine may still be opening some
+    assert set(after) == {ESTABLISHED}
     agent.transport.connect("peer", peer.metadata)
     assert not agent.transport._disconnected
     agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"two"))
