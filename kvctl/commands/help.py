@@ -102,6 +102,6 @@ def _context(root: click.Context, words: tuple[str, ...]) -> click.Context:
             raise click.UsageError(f"{context.command_path} has no subcommands, so there is no {word!r}")
         command = group.get_command(context, word)
         if command is None:
-            raise unknown_command(word, group.list_commands(context), context)
+            raise unknown_command(word, group, context, (OPTIONS, COLUMNS) if context is root else ())
         context = click.Context(command, info_name=word, parent=context, **command.context_settings)
     return context

@@ -294,14 +294,16 @@ class KvctlGroup(GlobalOptions, click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         command = self.get_command(ctx, args[0])
         if command is None:
-            raise unknown_command(args[0], self.list_commands(ctx), ctx)
+            raise unknown_command(args[0], self, ctx)
         return args[0], command, args[1:]
 
 
-def unknown_command(name: str, known: Sequence[str], ctx: click.Context) -> click.UsageError:
-    """Returns the error for an unknown command; it suggests the most similar command, or lists all."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean '{ctx.command_path} {near[0]}'?" if near else f"there are: {', '.join(known)}"
+def unknown_command(name: str, group: click.Group, ctx: click.Context, topics: Sequence[str] = ()) -> click.UsageError:
+    """Returns the error for an unknown command of a group, or topic of kvctl help; it suggests the most similar."""
+    known = {word: f"{ctx.command_path} {word}" for word in group.list_commands(ctx)}
+    near = difflib.get_close_matches(name, [*known, *topics], n=1)
+    meant = known.get(near[0], f"{ctx.command_path} help {near[0]}") if near else ""
+    hint = f"did you mean '{meant}'?" if near else f"there are: {', '.join(known)}"
     return click.UsageError(f"no command '{name}'; {hint}", ctx)
 
 

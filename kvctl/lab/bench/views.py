@@ -422,7 +422,7 @@ def _lines(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 def _spread_text(row: Row) -> str:
     rounds = in_rounds(row, lambda each: each["rooms_per_s"])
-    return "-".join(map(units.three_digits, spread(rounds))) if rounds else units.UNKNOWN
+    return "-".join(dict.fromkeys(map(units.three_digits, spread(rounds)))) if rounds else units.UNKNOWN
 
 
 def _verdict(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -513,7 +513,8 @@ def rounds_text(rows: Sequence[Row]) -> list[str]:
     counts = sorted({len(row.get("rounds") or ()) for row in rows})
     if len(rows) < 2:
         return []
-    text = f"Δ over {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} rounds in turns"
+    rounds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    text = "Δ of one round" if counts[-1] == 1 else f"Δ over {rounds} rounds in turns"
     few = f"? below {MIN_ROUNDS} rounds, where it may be chance: --repeat {MIN_ROUNDS}"
     marks = ["≈ where their spreads overlap"] * (counts[-1] >= MIN_ROUNDS) + [few] * (counts[0] < MIN_ROUNDS)
     return [f"{text}: {', '.join(marks)}"]

@@ -148,6 +148,8 @@ def test_help_alone_lists_the_commands(kvctl: Any) -> None:
     ("words", "wanted"),
     [
         (("stauts",), "did you mean 'kvctl status'?"),
+        (("optons",), "did you mean 'kvctl help options'?"),
+        (("coloumns", "rooms"), "did you mean 'kvctl help columns'?"),
         (("rooms", "shwo"), "did you mean 'kvctl rooms show'?"),
         (("status", "more"), "kvctl status has no subcommands, so there is no 'more'"),
     ],
