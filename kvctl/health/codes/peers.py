@@ -118,8 +118,8 @@ def peer_stale(snapshot: Snapshot) -> Iterator[Finding]:
     "wait for a silent agent are not reported individually: this finding explains them.",
     remedy="Start the agent again; the others reconnect by themselves. If it comes back under another name, they "
     "forget the old one: on the same host when the new one connects (a decode server of vLLM with its first request), "
-    "otherwise after bootstrap_timeout_s or with `kvctl peers forget PEER`. If it still runs, check whether its process "
-    "is stopped or the network between the hosts is interrupted.",
+    "otherwise after bootstrap_timeout_s or with `kvctl peers forget PEER`. If it still runs, check whether its "
+    "process is stopped or the network between the hosts is interrupted.",
     alert='sum by (instance) (kvctl_peers{state="lost"}) > 0',
 )
 def peer_lost(snapshot: Snapshot) -> Iterator[Finding]:
