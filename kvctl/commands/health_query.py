@@ -13,6 +13,7 @@ from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.queries import source
 from kvctl.commands.settings import Settings
+from kvctl.health.answers import text
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
 from kvctl.health.mutes import Judged, judge, load_or_warn
@@ -113,9 +114,9 @@ def agent_rows(survey: Survey, reading: HealthReading) -> AgentRows:
     faults = [fault for fault in survey.faults if fault.agent not in answered]
     opposite = {"prefill": {"role": "decode"}, "decode": {"role": "prefill"}}
     roles = {
-        peer["peer"]: opposite.get(agent.hello["role"], {})
-        for agent, peers in survey.answers("peers")
-        for peer in peers
+        text(peer, "peer"): opposite.get(agent.role, {})
+        for agent in reading.snapshot.agents.values()
+        for peer in agent.peers
     }
     silent = [
         {
@@ -127,5 +128,5 @@ def agent_rows(survey: Survey, reading: HealthReading) -> AgentRows:
         for fault in faults
         if fault.agent
     ]
-    notes = [f"{name}: health is incomplete: {text}" for name, text in reasons.items() if name in answered]
+    notes = [f"{name}: health is incomplete: {reason}" for name, reason in reasons.items() if name in answered]
     return AgentRows(placed([*rows, *silent]), len(rows), faults, notes)
