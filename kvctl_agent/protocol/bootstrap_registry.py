@@ -23,7 +23,7 @@ from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 MAX_REQUEST_BYTES = 1 << 16
 _SHOWN = 32  # missing ranks that are listed by name
 _HOLDS_NS = 5_000_000_000  # a holder that has not registered for this long may be replaced by any process of its name
-_MOST_BETWEEN_NS = 1_000_000_000  # of the time between two requests, as much counts towards that: more may be a stall
+_LONGEST_PAUSE_NS = 1_000_000_000  # between two requests; more of a pause does not count: it may be a stall
 _REPLACED_KEPT = 16
 MAX_DECODE_RANKS = 4096
 _MAX_TEXT = 1024  # characters of a name, an endpoint or a host
@@ -179,7 +179,7 @@ class Registry:
         Args:
             address: IP address of the sender; "" over a Unix socket.
         """
-        self._listened_ns += min(max(0, now_ns - self._asked_ns), _MOST_BETWEEN_NS)
+        self._listened_ns += min(max(0, now_ns - self._asked_ns), _LONGEST_PAUSE_NS)
         self._asked_ns = now_ns
         refused = ""
         if isinstance(request, Register):
