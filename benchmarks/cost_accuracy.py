@@ -37,10 +37,10 @@ from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet
 from kvctl.lab.bench.statistics import percentile
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet
-from kvctl.lab.ranks.messages import OpenRoom, SendRoom
+from kvctl.lab.ranks.messages import Open, Room
 from kvctl.lab.ranks.request import Sizes
 from kvctl.render.transfer_costs import RankCost, cost_rows
-from kvctl_agent.telemetry.transfer_times import Transferred, fit_transfers
+from kvctl_agent.observer.transfer_times import Transferred, fit_transfers
 
 FLEETS = {
     "tp1-tp1": ((Sizes(),), Sizes()),
@@ -155,17 +155,13 @@ class Run:
         return name[: name.find("decode-")] if name else ""
 
     def _open(self, fleet: LiveFleet, prompt: Prompt) -> set[str]:
-        room = prompt.room, prompt.room, prompt.tokens, 0
+        room = Room(prompt.room, prompt.room, prompt.tokens, 0, prompt.decode_dp, prompt.instance)
         holders = set()
         for name, rank in fleet.ranks.items():
             planned = rank.planned
-            if planned["role"] == "decode" and planned["dp"] == prompt.decode_dp:
-                fleet.send(name, OpenRoom(*room, prompt.instance))
-            elif planned["role"] == "prefill" and planned["instance"] == prompt.instance:
-                fleet.send(name, SendRoom(*room))
-            else:
-                continue
-            holders.add(name)
+            if planned["dp"] == room.decode_dp if planned["role"] == "decode" else planned["instance"] == room.instance:
+                fleet.send(name, Open(room))
+                holders.add(name)
         return holders
 
     def _measure(self, agents: Fleet) -> None:

@@ -5,7 +5,7 @@
 # PARTS, joined by commas, in this order: tests (the suite that needs a GPU), copies (kernels against the driver's own
 # copies), engines (NIXL and Mooncake with GPU memory), sglang (SGLang's own backend and kvctl in SGLang's queues, if
 # sglang-site.tar.xz is beside SITE_ARCHIVE), list (`kvctl bench` as docs/performance.md has it) or list=NAMES (joined by +).
-# Needs python3 3.12 with torch, triton, cuda-bindings, click, rich, pytest, setuptools; root, once, for Mooncake's libraries.
+# Needs python3 3.12 with torch, triton, cuda-bindings, click, rich, pytest, setuptools; g++ and Python's headers; root, once, for Mooncake's libraries.
 set -euo pipefail
 
 if (($# < 2)); then
@@ -39,7 +39,7 @@ if [[ -f $sglang && ! -e .venv/sglang ]]; then
     mkdir -p .venv/sglang
     tar -xJf "$sglang" -C .venv/sglang
 fi
-# SGLang finds kvctl as a plugin by its metadata; where there is a compiler, kvctl's C sources are compiled too.
+# SGLang finds kvctl as a plugin by its metadata; the agent's native code is compiled here.
 python3 -c "import setuptools; setuptools.setup()" -q egg_info build_ext --inplace
 export LD_LIBRARY_PATH=$site/debian/usr/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}

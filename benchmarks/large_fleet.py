@@ -43,10 +43,10 @@ from benchmarks.top import cpu_s, top
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet, Source
 from kvctl.client.recordings import RecordingSource
-from kvctl_agent.admin.health import health
 from kvctl_agent.contract.admin import MAGIC, lock_path, socket_path
 from kvctl_agent.contract.health import HEALTH_ROOMS
-from kvctl_agent.contract.keys import PUBLIC_SUFFIX
+from kvctl_agent.host.keys import PUBLIC_SUFFIX
+from kvctl_agent.observer.health import health
 
 COMMANDS = (
     *(["status"], ["status", "-o", "json"], ["health"], ["doctor"], ["check", "all"]),

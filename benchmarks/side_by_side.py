@@ -17,6 +17,7 @@ compares every room, the harness the pages of the last room in each place of its
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -70,6 +71,7 @@ class Work:
     path: str = "auto"
     options: tuple[str, ...] = ()
     note: str = ""
+    observed: bool = False
 
     @property
     def ranks(self) -> int:
@@ -151,7 +153,7 @@ GB_PER_S = Metric("gb_per_s", "{:.3g} GB/s")
 ROOMS_PER_S = Metric("rooms_per_s", "{:,.4g} rooms/s")
 P50 = Metric("p50_ms", "p50 {:.2f} ms")
 CPU = Metric("cpu_ms", "CPU a room and rank: {:.2f} ms", "{:g} ms")
-OBSERVED = Metric("observer_cost", "{:.1%} slower when observed", "{:.0%}")
+OBSERVED = Metric("observer_cost", "cost of observers: {:.1%}", "{:.0%}")
 SERVED = Metric("served_rooms_per_s", "{:.1f} rooms/s served", "{:g}")
 SERVED_RATIO = Metric("served_ratio", "{:.2f} of the rooms served beside an idle engine", "{:g}")
 SLOWDOWN = Metric("engine_slowdown", "engine {:.1%} slower", "{:.0%}")
@@ -186,11 +188,12 @@ _OBSERVED = Work(
     rooms=50,
     decode_dp=4,
     path="staged",
-    options=("--observe",),
     note="beside `kvctl top` and `kvctl status -w 0.1`",
+    observed=True,
 )
 
 
+_OBSERVERS = ("top --readonly", "status -w 0.1 -o jsonl")
 _BUSY_RATE = "50"
 
 
@@ -276,16 +279,41 @@ class RunFailed(Exception):
 
 
 def ours(work: Work, options: argparse.Namespace, limit_s: float) -> tuple[Figures, dict[str, Any]]:
-    """Runs a work with `kvctl bench`; returns its figures and the saved document.
+    """Runs a work with `kvctl bench`, alone and then observed if the work says so.
+
+    Returns:
+        The figures of the run alone and the saved document.
 
     Raises:
         RunFailed: it did not end, failed, or received wrong bytes.
     """
-    with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
+    figures, document = _bench(work, options, limit_s / (1 + work.observed))
+    if work.observed:
+        observed, _ = _bench(work, options, limit_s / 2, observers=_OBSERVERS)
+        figures |= {"observer_cost": 1 - observed["gb_per_s"] / figures["gb_per_s"]}
+    return figures, document
+
+
+def _bench(
+    work: Work, options: argparse.Namespace, limit_s: float, observers: Sequence[str] = ()
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Runs `kvctl bench` beside these commands, which are ended with it; raises as `ours`."""
+    with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder, contextlib.ExitStack() as stack:
+        environment = {"KVCTL_SOCKET_DIR": folder}
+        for each in observers:
+            observer = subprocess.Popen(
+                ["script", "-qec", f"{sys.executable} -m kvctl {each}", "/dev/null"],  # on a terminal of its own
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **environment},
+            )
+            stack.callback(observer.wait)
+            stack.callback(observer.terminate)
         save = Path(folder) / "bench.json"
         words = work.our_options(options.prefill_gpus, options.decode_gpus)
         command = [sys.executable, "-m", "kvctl", "bench", *words, "--save", str(save), "-o", "table"]
-        _run(command, {"KVCTL_SOCKET_DIR": folder}, limit_s)
+        _run(command, environment, limit_s)
         document = json.loads(save.read_bytes())
     if document["verified"] is not True:
         raise RunFailed("not every byte was verified")
@@ -303,8 +331,6 @@ def ours(work: Work, options: argparse.Namespace, limit_s: float) -> tuple[Figur
             "engine_slowdown": run["engine_slowdown_ratio"],
             "engine_stall_ms": run["engine_stall_ms"],
         }
-    if "--observe" in work.options:
-        figures["observer_cost"] = run["observer_cost_ratio"]
     return figures, document
 
 
@@ -564,7 +590,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         limits = [f"{FLOORS[key]} {value:,.4g} GB/s" for key, value in document["floors"][device].items()]
         lines += ["", f"Limits in the same run, {_DEVICES[device]}: {', '.join(limits)}."]
     if document["notes"]:
-        lines += ["", *(f"- {note}" for note in document["notes"])]
+        lines += ["", f"Left out: {'; '.join(document['notes'])}."]
     return "\n".join(lines)
 
 

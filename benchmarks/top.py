@@ -38,9 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet
-from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.states import STAGES
+from kvctl_agent.observer.server import SERVED_HERE
+from tests.support.admin_server import AdminServer
 
 VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
 LOAD = "--prefill-tp 4 --decode-dp 4 --tokens 16 --path staged --concurrency 64 --rooms 1000000 --verify off"

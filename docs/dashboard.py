@@ -1,4 +1,7 @@
-"""The Grafana dashboard as data; `docs/render.py` writes it to `docs/grafana/kvctl.json`.
+"""The Grafana dashboard as data; `docs/render.py` writes it to `docs/grafana/kvctl.json` and into the Helm chart.
+
+The former file is for people who import it: Grafana asks for the data source that stands in `__inputs`. The latter is
+provisioned from a ConfigMap, where nobody is asked: the data source is a variable of the dashboard.
 
 Quantiles over several ranks are computed from their summed buckets. Rooms are counted on decode ranks, where each room
 has one row; bytes are those that landed.
@@ -6,22 +9,28 @@ has one row; bytes are those that landed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _WIDTH = 24
 _HEIGHT = 8
-_HERE = 'host=~"$host",instance=~"$instance",agent=~"$agent"'
+_HERE = 'namespace=~"$namespace",host=~"$host",instance=~"$instance",agent=~"$agent"'
 _DECODE = f'role="decode",{_HERE}'
 _PREFILL = f'role="prefill",{_HERE}'
 _RATE = "[$__rate_interval]"
-_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# Name, which is a label of every metric, heading and selector. `instance` is what Prometheus scrapes, address:port.
+_VARIABLE, _INPUT = "${datasource}", "${DS_PROMETHEUS}"  # uid of the data source, provisioned and imported
+_DATASOURCE = {"type": "prometheus", "uid": _VARIABLE}
+_GRAFANA = "11.6.0"  # against whose schema the tests check the dashboard
+_PANELS = {"stat": "Stat", "timeseries": "Time series"}
+# Name, which is a label of every metric, heading and selector. `instance` is what Prometheus scrapes, address:port;
+# `namespace` comes from discovery in Kubernetes and is absent elsewhere, where All (.*) matches nevertheless.
 _VARIABLES = (
-    ("host", "Host", ""),
-    ("instance", "Instance", '{host=~"$host"}'),
-    ("agent", "Agent", '{host=~"$host",instance=~"$instance"}'),
+    ("namespace", "Namespace", ""),
+    ("host", "Host", '{namespace=~"$namespace"}'),
+    ("instance", "Instance", '{namespace=~"$namespace",host=~"$host"}'),
+    ("agent", "Agent", '{namespace=~"$namespace",host=~"$host",instance=~"$instance"}'),
 )
 
 
@@ -239,8 +248,27 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 )
 
 
-def dashboard() -> dict[str, Any]:
-    """Returns the dashboard in Grafana's import format."""
+def imported() -> dict[str, Any]:
+    """Returns the dashboard in Grafana's format for import, as "Export for sharing externally" writes it."""
+    board: dict[str, Any] = json.loads(json.dumps(provisioned()).replace(_VARIABLE, _INPUT))
+    board["templating"]["list"] = [each for each in board["templating"]["list"] if each["type"] != "datasource"]
+    source = {"type": "datasource", "pluginId": "prometheus", "pluginName": "Prometheus"}
+    kinds = sorted({panel.kind for _, row in ROWS for panel in row})
+    return {
+        "__inputs": [{"name": _INPUT[2:-1], "label": "Prometheus", "description": "Scrapes the agents.", **source}],
+        "__elements": {},
+        "__requires": [
+            {"type": "grafana", "id": "grafana", "name": "Grafana", "version": _GRAFANA},
+            {"type": "datasource", "id": "prometheus", "name": "Prometheus", "version": "1.0.0"},
+            *({"type": "panel", "id": kind, "name": _PANELS[kind], "version": ""} for kind in kinds),
+        ],
+        "id": None,
+        **board,
+    }
+
+
+def provisioned() -> dict[str, Any]:
+    """Returns the dashboard as Grafana reads it from a file, with a variable for the data source."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS:
@@ -271,7 +299,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def expressions() -> list[str]:
-    """Yields every query of the dashboard."""
+    """Returns every query of the dashboard."""
     return [query for _, row in ROWS for panel in row for query, _ in panel.queries]
 
 
@@ -287,7 +315,6 @@ def _variable(name: str, label: str, where: str) -> dict[str, Any]:
         "type": "query",
         "label": label,
         "datasource": _DATASOURCE,
-        "definition": query,
         "query": {"query": query, "refId": name},
         "refresh": 2,
         "multi": True,

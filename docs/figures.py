@@ -3,9 +3,12 @@
 - `bench.txt` is what `make bench` printed, and `bench.json` has the results of several runs of it;
 - `NAME.kvrec` is a recording of a fleet of `kvctl demo` in the scene NAME, redacted and without what no page shows.
 
-`make docs` writes what the current code prints for them into the pages, and a test compares. Pages have them as
-commands in blocks of code with their output, if a command reads a recording (`--from docs/figures/NAME.kvrec`), is
-`make bench`, or has an output that tests keep (`GOLDEN`); and as figures between `<!-- bench: NAME -->` and `<!-- -->`.
+- `report.png` is the head of a benchmark's report and its section on one room, as Chromium shows them.
+
+`make docs` writes what the current code prints for them into the pages and into pictures of terminals (`TERMINALS`),
+and a test compares. Pages have them as commands in blocks of code with their output, if a command reads a recording
+(`--from docs/figures/NAME.kvrec`), is `make bench`, or has an output that tests keep (`GOLDEN`); and as figures between
+`<!-- bench: NAME -->` and `<!-- -->`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +33,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+
 from kvctl.cli import run
 from kvctl.client import recordings
 from kvctl.client.health_reads import HEALTH_CALLS
@@ -36,13 +45,12 @@ from kvctl.client.recorder import write_snapshots
 from kvctl.client.recordings import RecordedAgent, RecordedSnapshot, RecordingSource, SnapshotReader
 from kvctl.client.redaction import Redaction, redacted
 from kvctl.commands import output as command_output
-from kvctl.health.codes import CODES
-from kvctl.health.engine import examine
-from kvctl.health.mutes import judge
-from kvctl.health.snapshot import Snapshot
+from kvctl.health.engine import HealthWatch
 from kvctl.tui.app import TopApp
-from kvctl.tui.feed import Deliver, Question, Reading
+from kvctl.tui.feed import Deliver, Feed, Question, Reading
 from kvctl.tui.frame import Mode
+from kvctl.tui.palette import DARK
+from kvctl.tui.snapshot import picture as svg_of
 from kvctl.tui.snapshot import svg
 
 ROOT = Path(__file__).parents[1]
@@ -51,9 +59,14 @@ FIGURES = ROOT / "docs" / "figures"
 GOLDEN = {
     "kvctl nics": "tests/kvctl/commands/golden/nics-120.txt",
     "kvctl status": "tests/kvctl/commands/golden/status-hosts-120.txt",
-    "curl http://127.0.0.1:9400/readyz": "tests/kvctl_agent/export/readyz-draining.txt",
+    "curl http://127.0.0.1:9400/readyz": "tests/kvctl_agent/observer/readyz-draining.txt",
 }
-PICTURE, PICTURE_SIZE = "stuck-room", (120, 38)
+PICTURE, PICTURE_SIZE = "stuck-room", (120, 26)
+# Pictures of terminals: file and what is typed, for a room in place of ROOM; at most so many lines of it.
+TERMINALS = {
+    "figures/doctor.svg": ("kvctl doctor --from docs/figures/stuck-room.kvrec", 20),
+    "figures/room.svg": ("kvctl rooms show ROOM --from docs/figures/stuck-room.kvrec", 20),
+}
 WIDTH = 100
 RUNS = 3  # of the benchmark
 # Answers of agents that no page shows; they are most of a recording. Curves need few.
@@ -64,6 +77,11 @@ _BENCH = re.compile(r"(<!-- bench: (\w+) -->).*?(<!-- -->)", re.DOTALL)
 # A room of a recording; its number is another one in the next recording.
 _SHOW = re.compile(r"(\$ kvctl rooms show )\d+( --from (\S+).*)")
 _MEASURE = "kvctl bench --prefill-tp 4 --decode-dp 4"
+_REPORT = "kvctl bench --prefill-tp 2 --decode-dp 2 --rooms 12"
+_REPORT_SIZE = (1100, 930)
+_SECTION = re.compile(r"<section>.*?</section>", re.DOTALL)
+_ANSI = ("dim", "red", "green", "yellow", "blue", "magenta", "cyan", "")  # names of a palette's colours
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Scene(NamedTuple):
@@ -137,14 +155,16 @@ def printed(command: str) -> str | None:
     return _output(command) if " docs/figures/" in command else None
 
 
-def _output(command: str) -> str:
+def _output(command: str, colour: bool = False) -> str:
     """Runs a command of kvctl in this process, as on a terminal of `WIDTH` columns, without settings of the user.
 
     `| head -n N` after it keeps the first lines.
     """
     command, _, lines = command.partition(" | head -n ")
     with _surroundings(), contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
-        run(shlex.split(command)[1:])
+        if colour:
+            del os.environ["NO_COLOR"]
+        run([*shlex.split(command)[1:], "--color", "always" if colour else "auto"])
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines()[: int(lines) if lines else None])
 
 
@@ -184,49 +204,57 @@ def picture() -> str:
         return asyncio.run(screen())
 
 
-class _Playback:
+def terminal(command: str, height: int) -> str:
+    """Returns what a command prints on a terminal in colour, as SVG."""
+    recording = command.split(" --from ")[1]
+    typed = command.replace("ROOM", _oldest_room(recording)) if "ROOM" in command else command
+    printed = Text.from_ansi(_output(typed, colour=True).rstrip())
+    text = Text.assemble(("$ ", "dim"), (f"{typed.split(' --from ')[0]}\n", "bold"), printed)
+    console = Console(width=WIDTH, color_system="truecolor", force_terminal=True, file=io.StringIO())
+    lines = console.render_lines(text, console.options, pad=True)[:height]
+
+    def drawn(segment: Segment) -> Segment:
+        style = segment.style or Style()
+        number = style.color.number if style.color is not None else None
+        name = "dim" if style.dim else "" if number is None else _ANSI[number % 8]
+        return Segment(segment.text, DARK.style(f"bold {name}" if style.bold else name))
+
+    return svg_of([[drawn(each) for each in line] for line in lines], WIDTH, DARK.foreground, DARK.background)
+
+
+class _Playback(Feed):
     """Feed of the app that reads a recording, one snapshot after another, as a live fleet was read."""
 
-    recorded = False
-
     def __init__(self, source: RecordingSource) -> None:
-        self._source = source
-        self._question: Question | None = None
-        self._before: Snapshot | None = None
+        super().__init__(source, 0)
+        self._playback = source
+        self._asked: Question | None = None
+        self._watch = HealthWatch(muted=False)
+
+    @property
+    def recorded(self) -> bool:
+        return False
 
     def start(self, deliver: Deliver) -> None:
         self._deliver = deliver
 
     def ask(self, question: Question) -> None:
-        self._question = question
+        self._asked = question
         self._read(question)
 
     def advance(self) -> bool:
-        if not self._source.advance():
+        if not self._playback.advance():
             return False
-        assert self._question is not None
-        self._read(self._question)
-        if self._source.moment > len(self._source.moments) - 3:
+        assert self._asked is not None
+        self._read(self._asked)
+        if self._playback.moment > len(self._playback.moments) - 3:
             self._read(Question("health", HEALTH_CALLS))
         return True
 
     def _read(self, question: Question) -> None:
-        survey = self._source.survey(question.calls)
-        judged = None
-        if question.view == "health":
-            judged = judge(examine(Snapshot(survey, survey.tick_ns, self._before), CODES), (), survey.at_ns)
-            self._before = Snapshot(survey, survey.tick_ns)
+        survey = self._playback.survey(question.calls)
+        judged = self._watch(survey).judged if question.view == "health" else None
         self._deliver(Reading(question, survey.at_ns, survey, judged=judged))
-
-    def acknowledge(self) -> None: ...
-
-    def pause(self, paused: bool) -> None: ...
-
-    def seek(self, step: int) -> None: ...
-
-    def act(self, calls: object, done: object) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 @cache
@@ -360,14 +388,35 @@ def bench() -> None:
     (FIGURES / "bench.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
+def report() -> None:
+    """Runs a small benchmark and takes a picture of its report.
+
+    Raises:
+        SystemExit: no Chromium is installed, or the benchmark fails.
+    """
+    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if browser is None:
+        sys.exit("figures: report needs Chromium: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as directory:
+        page = Path(directory) / "report.html"
+        command = [sys.executable, "-m", *_REPORT.split(), "--html", str(page)]
+        environment = {**os.environ, "KVCTL_SOCKET_DIR": directory}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        page.write_text(_SECTION.sub(lambda each: each[0] if "Waterfall" in each[0] else "", page.read_text()))
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={directory}/b"]
+        options += [f"--window-size={','.join(map(str, _REPORT_SIZE))}", f"--screenshot={FIGURES / 'report.png'}"]
+        subprocess.run([browser, *options, page.as_uri()], check=True, stderr=subprocess.DEVNULL, timeout=120)
+
+
 def main() -> None:
+    others = {"bench": bench, "report": report}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"bench, {', '.join(SCENES)}; all without one")
-    wanted = parser.parse_args().names or ["bench", *SCENES]
+    parser.add_argument("names", nargs="*", help=f"{', '.join(others)}, {', '.join(SCENES)}; all without one")
+    wanted = parser.parse_args().names or [*others, *SCENES]
     FIGURES.mkdir(exist_ok=True)
     for name in wanted:
         print(f"figures: {name}", flush=True)
-        bench() if name == "bench" else record(name, SCENES[name])
+        others[name]() if name in others else record(name, SCENES[name])
 
 
 if __name__ == "__main__":

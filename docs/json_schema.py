@@ -145,6 +145,17 @@ ADDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "name": (NotRequired[str], "As `agent`; of agents that answered, like the following."),
         "now_ns": (NotRequired[int], "Wall clock of the agent when it replied."),
         "draining": (NotRequired[bool], "Whether it accepts no new rooms."),
+        "ended_age_ns": (
+            NotRequired[int | None],
+            "Since its process ended without closing the agent; null: it has not.",
+        ),
+        "ended_why": (NotRequired[str | None], "How its process ended, as far as it is known."),
+        "process_state": (NotRequired[snapshots.ProcessState | None], "State of its process by the kernel."),
+        "turn_age_ns": (
+            NotRequired[int | None],
+            "Since its control loop last began a turn; null: it has not begun one.",
+        ),
+        "observer": (NotRequired[snapshots.ObserverKind], "What replied: process, or thread of the agent's process."),
         "pid": (NotRequired[int | None], COMMON["pid"]),
         "protocol": (NotRequired[list[int] | None], COMMON["protocol"]),
     },
@@ -214,7 +225,6 @@ ADDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
 SILENT: Mapping[str, frozenset[str]] = {"status": frozenset({"name", "host", "health"})}
 # Meanings of fields for which neither a comment, nor a column, nor the glossary has one; by name.
 MEANINGS: Mapping[str, str] = {
-    "aborted": "rooms aborted by --fault abort",
     "breach": "first violation of a guarantee",
     "buffers": "staging buffers of a prefill rank; null: of a decode rank",
     "cells": "number of cells (writer, chunk, layer)",
@@ -226,7 +236,6 @@ MEANINGS: Mapping[str, str] = {
     "dropped": "pieces of the inputs that the agent had discarded",
     "end": "end of the region in the ring, bytes",
     "failed": "rooms that failed",
-    "failed_by_fault": "rooms that failed because of an injected fault",
     "failure": "first cause of the failure; null: it has not failed",
     "fallbacks": "parts that took another path than the one asked for",
     "fds": "open file descriptors",

@@ -21,11 +21,11 @@ from docs import figures, json_schema
 from kvctl.cli import cli
 from kvctl.commands.completion import SCRIPTS
 from kvctl.commands.help import global_options_text
+from kvctl.commands.mcp_server import READING, tool_of
 from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
 from kvctl.commands.registry import load
 from kvctl.exit_codes import FINDING_EXITS, ExitCode
 from kvctl.health.codes import CODES
-from kvctl.lab.faults.specification import FAULT_COMMAND
 from kvctl.render.glossary import entries, tables
 from kvctl_agent.contract.commands import COMMANDS, REGISTRY_COMMANDS
 from kvctl_agent.contract.config import KEYS, Key
@@ -67,7 +67,8 @@ def configuration() -> str:
         "Configuration of the agent",
         "Sources, in increasing precedence: defaults, the file named by `KVCTL_CONFIG` (else "
         "`$XDG_CONFIG_HOME/kvctl/agent.toml`), the environment (`KVCTL_` and the key in capitals), arguments of "
-        "`Agent`. `kvctl config show` prints each value with its source.",
+        "`Agent`. The integrations with engines set some defaults of their own, such as `listen` and `name_suffix`, "
+        "which the other sources override. `kvctl config show` prints each value with its source.",
         table(("key", "default", "allowed", "while running", "description", "name in SGLang"), rows),
     )
 
@@ -81,7 +82,7 @@ def admin() -> str:
             ", ".join(f"`{arg.name}`{'' if arg.required else '?'}: {arg.help}" for arg in command.args),
             command.help,
         )
-        for command in (*COMMANDS, FAULT_COMMAND)
+        for command in COMMANDS
     ]
     return page(
         "The admin socket",
@@ -119,6 +120,7 @@ def command_pages() -> dict[str, str]:
         ):
             blocks += [f"## {path}", f"```\n{text}\n```"]
             blocks += [block for block in glossary(shown) if block not in blocks]
+        blocks += ["## Tools", mcp_tools()] if name == "mcp" else []
         more = "Options of all commands, and exit codes: [commands](../commands.md)."
         pages[f"commands/{name}.md"] = page(f"kvctl {name}", summary, *blocks, more)
         rows.append((f"[`kvctl {name}`](commands/{name}.md)", summary))
@@ -134,6 +136,21 @@ def command_pages() -> dict[str, str]:
         "Commands", listed, "## Global options", options, "## Exit codes", codes, checks, about, verdicts
     )
     return pages
+
+
+def mcp_tools() -> str:
+    """Table of the tools of `kvctl mcp`, with the parameters that each has beside those of every tool."""
+    every = {"label", "filter", "sort_by"}
+    listed = "Every tool also has `label`, `filter` and `sort_by`, like the option of the same name."
+    rows = [
+        (
+            f"`{tool.name}`",
+            f"`{tool.title}`",
+            ", ".join(f"`{name}`" for name in tool.input_schema["properties"] if name not in every),
+        )
+        for tool in map(tool_of, READING)
+    ]
+    return listed + "\n\n" + table(("tool", "command", "parameters"), rows)
 
 
 def health_pages() -> dict[str, str]:
@@ -185,9 +202,9 @@ def alert_rules() -> str:
     return "\n".join(lines) + "\n"
 
 
-def grafana() -> str:
-    """The Grafana dashboard as JSON."""
-    return json.dumps(runpy.run_path(str(HERE / "dashboard.py"))["dashboard"](), indent=1) + "\n"
+def grafana(form: str) -> str:
+    """The Grafana dashboard as JSON: `imported` or `provisioned`."""
+    return json.dumps(runpy.run_path(str(HERE / "dashboard.py"))[form](), indent=1) + "\n"
 
 
 def glossary(command: click.Command) -> list[str]:
@@ -223,8 +240,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def by_hand() -> dict[str, str]:
-    """README's picture, and the hand-written pages with what is quoted on them, by path below docs/; performance.md has
-    the results of side_by_side.py, a section per host.
+    """The pictures of terminals, and the hand-written pages with what is quoted on them, by path below docs/.
+
+    performance.md has the results of side_by_side.py, a section per host.
     """
     markdown = runpy.run_path(str(HERE.parent / "benchmarks" / "side_by_side.py"))["markdown"]
     sections = [
@@ -239,7 +257,8 @@ def by_hand() -> dict[str, str]:
         for path, text in texts.items()
         if NOTE not in text
     }
-    return {**filled, "top.svg": figures.picture()}
+    pictures = {name: figures.terminal(*shown) for name, shown in figures.TERMINALS.items()}
+    return {**filled, **pictures, "top.svg": figures.picture()}
 
 
 def pages() -> dict[str, str]:
@@ -248,8 +267,11 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration(),
         "admin.md": admin(),
         "metrics.md": metrics(),
-        "grafana/kvctl.json": grafana(),
+        "grafana/kvctl.json": grafana("imported"),
         "prometheus/kvctl-alerts.yml": alert_rules(),
+        # Helm reads no file outside the chart.
+        "../charts/kvctl/files/dashboard.json": grafana("provisioned"),
+        "../charts/kvctl/files/alerts.yml": alert_rules(),
         **command_pages(),
         **health_pages(),
         **{f"../completions/{script.file}": script.text for script in SCRIPTS.values()},
@@ -267,5 +289,5 @@ if __name__ == "__main__":
             if f"{folder}/{old.name}" not in written:
                 old.unlink()
     for name, text in written.items():
-        (HERE / name).parent.mkdir(exist_ok=True)
+        (HERE / name).parent.mkdir(parents=True, exist_ok=True)
         (HERE / name).write_text(text)

@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet
-from kvctl.lab.ranks.messages import OpenRoom, SendRoom
+from kvctl.lab.ranks.messages import Open, Room
 from kvctl.lab.ranks.request import Sizes
 from kvctl_agent.contract.admin import socket_path
 
@@ -122,8 +122,8 @@ class CostRouter:
 def transfer(fleet: LiveFleet, prefill: str, decode: str, number: int, tokens: int) -> float:
     """Has one prompt transferred; returns the milliseconds until decode had it, when all its pages are free again."""
     began_ns = time.monotonic_ns()
-    fleet.send(decode, OpenRoom(number, number, tokens, 0, 0))
-    fleet.send(prefill, SendRoom(number, number, tokens, 0))
+    for rank in (decode, prefill):
+        fleet.send(rank, Open(Room(number, number, tokens, 0)))
     ended_ms, holders = 0.0, {prefill, decode}
     deadline = time.monotonic() + TIMEOUT_S
     while holders:

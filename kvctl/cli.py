@@ -15,6 +15,7 @@ from kvctl.commands.stdio import open_missing_streams, print_error, print_stderr
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract import VERSION
+from kvctl_agent.contract.extras import install
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -109,6 +110,12 @@ def run(args: list[str]) -> int:
     except BrokenPipeError:
         # Output.write handles the pipe of a command that only prints; this command was not finished.
         silence_stdout()
+        return ExitCode.FAILED
+    except ModuleNotFoundError as error:
+        # The wheel of the command line has of the agent the contract only; kvctl.lab starts agents.
+        if not (error.name or "").startswith("kvctl_agent."):
+            raise
+        print_error(f"this command starts agents, and kvctl-agent is not installed: {install('nixl')}")
         return ExitCode.FAILED
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:

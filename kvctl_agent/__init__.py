@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     from kvctl_agent.agent import Agent
     from kvctl_agent.contract.states import RoomState
     from kvctl_agent.errors import KvctlError, LayoutError
+    from kvctl_agent.integrations.engine_agent import EngineAgent
     from kvctl_agent.layout.layer_grouping import ForwardInfo
-    from kvctl_agent.layout.parallel import local_shards
+    from kvctl_agent.layout.parallel import ParallelConfig, local_shards
     from kvctl_agent.layout.shape import KVGroup, ModelShape, StateShape
     from kvctl_agent.memory.pool import Buffer, DraftKV, GroupTensors, KVPool, StateTensors
-    from kvctl_agent.rank import Rank
+    from kvctl_agent.rank import Rank, rank_name
     from kvctl_agent.request_id import prompt_digest, room_number
+    from kvctl_agent.runtime.handles import Receive, Send
 
 _MODULES = {
     "Agent": "kvctl_agent.agent",
     "Buffer": "kvctl_agent.memory.pool",
     "DraftKV": "kvctl_agent.memory.pool",
+    "EngineAgent": "kvctl_agent.integrations.engine_agent",
     "ForwardInfo": "kvctl_agent.layout.layer_grouping",
     "GroupTensors": "kvctl_agent.memory.pool",
     "KVGroup": "kvctl_agent.layout.shape",
@@ -30,12 +33,16 @@ _MODULES = {
     "KvctlError": "kvctl_agent.errors",
     "LayoutError": "kvctl_agent.errors",
     "ModelShape": "kvctl_agent.layout.shape",
+    "ParallelConfig": "kvctl_agent.layout.parallel",
     "Rank": "kvctl_agent.rank",
+    "Receive": "kvctl_agent.runtime.handles",
     "RoomState": "kvctl_agent.contract.states",
+    "Send": "kvctl_agent.runtime.handles",
     "StateShape": "kvctl_agent.layout.shape",
     "StateTensors": "kvctl_agent.memory.pool",
     "local_shards": "kvctl_agent.layout.parallel",
     "prompt_digest": "kvctl_agent.request_id",
+    "rank_name": "kvctl_agent.rank",
     "room_number": "kvctl_agent.request_id",
 }
 
@@ -43,6 +50,7 @@ __all__ = [
     "Agent",
     "Buffer",
     "DraftKV",
+    "EngineAgent",
     "ForwardInfo",
     "GroupTensors",
     "KVGroup",
@@ -50,12 +58,16 @@ __all__ = [
     "KvctlError",
     "LayoutError",
     "ModelShape",
+    "ParallelConfig",
     "Rank",
+    "Receive",
     "RoomState",
+    "Send",
     "StateShape",
     "StateTensors",
     "local_shards",
     "prompt_digest",
+    "rank_name",
     "room_number",
 ]
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -19,27 +18,27 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvctl_agent.admin.actions import AdminActions
-from kvctl_agent.admin.endpoints import remote_endpoint
-from kvctl_agent.admin.observed_agent import ObservedAgent
-from kvctl_agent.admin.queries import AdminQueries
-from kvctl_agent.admin.server import AdminServer
+from kvctl_agent.admin.documents import builders, statistics, versions
+from kvctl_agent.admin.publisher import DocumentPublisher
 from kvctl_agent.contract.config import Value
-from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.contract.settings import Settings, load_settings
 from kvctl_agent.contract.snapshots import Integration, Role, Stats
 from kvctl_agent.contract.states import UNREGISTERED
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
-from kvctl_agent.export.probes import liveness, readiness
+from kvctl_agent.gil import SwitchInterval
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping
 from kvctl_agent.layout.plan import check_dp_group
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.layout.sizes import as_list
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.observer.documents import Builder, RegionDocuments
+from kvctl_agent.observer.endpoints import remote_endpoint
+from kvctl_agent.observer.link import ObserverLink
 from kvctl_agent.parts import (
     AgentParts,
+    AgentSpec,
     PartFactories,
-    build_parts,
     check_arguments,
     check_path,
     check_same_geometry,
@@ -66,12 +65,14 @@ from kvctl_agent.runtime.handles import (
 )
 from kvctl_agent.runtime.page_owners import written
 from kvctl_agent.security.curve import load_fleet_key
+from kvctl_agent.telemetry import engine_calls as calls
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.region import Document, MemoryReader
+from kvctl_agent.transport.cost_probe import ConnectionCost
 
 H = TypeVar("H", Send, Receive)
 
 _CLOSE_S = 5.0
-_OUTCOME_S = 1.0  # time for decode ranks to say that they have the rooms that are sent
 _SHORTEST_STOP_S = 0.1  # time that each thread has to stop, even if the deadline has passed
 
 
@@ -95,13 +96,14 @@ class Agent:
         factories: constructors of the components that tests and fault injection replace.
         integration: the engine that the agent is part of, as `kvctl status` shows it and as peers compare it; None if
             it is embedded otherwise.
+        defaults: defaults of this engine for configuration keys; files, environment and `config` override them.
         config: values of configuration keys declared in `contract.config`; `kvctl config` shows the origin "argument".
 
     Attributes:
         name: the agent's whole name.
         parts: the agent's components, for tests and debugging.
-        admin: the admin server.
-        observe: handlers of the read-only admin commands.
+        admin: the link to the observer, which serves the admin socket.
+        observe: the reading admin commands, as methods.
 
     Raises:
         ConfigError, MemoryLayoutError, LayoutError: an argument is invalid.
@@ -121,16 +123,16 @@ class Agent:
         on_state: OnState | None = None,
         factories: PartFactories | None = None,
         integration: Integration | None = None,
+        defaults: Mapping[str, Value] | None = None,
         **config: Value,
     ) -> None:
         check_arguments(role, rank, pool, name, model, on_state)
-        settings = load_settings(config)
+        settings = load_settings(config, defaults=defaults)
         name = with_suffix(name, settings["name_suffix"])
         self.name = name
         self.role = role
         self.rank = rank
         self.pool = pool
-        self._integration = integration
         keys = load_fleet_key(settings["fleet_key"])
         remote = remote_endpoint(settings, keys)
         self._check_endpoint: Callable[..., None] = partial(
@@ -142,34 +144,43 @@ class Agent:
         if role == "prefill":
             control = control_endpoints.control_address(instances[0], name, settings["listen"])
             self._check_endpoint(control, bound=True)
-        make = factories or PartFactories()
-        self._arguments = model, on_state, settings, keys, make, integration
-        self.parts = build_parts(name, role, rank, pool, instances, *self._arguments)
+        factories = factories or PartFactories()
+        self._spec = AgentSpec(name, role, rank, model, on_state, settings, keys, factories, integration)
+        self.parts = AgentParts(self._spec, pool, instances)
         try:
-            self.observe = AdminQueries(ObservedAgent(self.parts, integration))
             telemetry = self.telemetry
-            self.admin = AdminServer(
-                name,
-                self._admin_handlers(),
-                lambda: self.observe.hello(),
-                metrics=telemetry.metrics,
-                recorder=telemetry.recorder,
-                clock=telemetry.clock,
+            self._documents: dict[Document, Builder] = {}
+            self._publish(self.parts)
+            self.admin = ObserverLink(
+                telemetry.region,
+                settings,
+                self._actions(),
+                documents=RegionDocuments(MemoryReader(telemetry.region), builders=self._documents),
+                flush=partial(telemetry.flush, wait=True),
                 remote=remote,
+                wake=self.parts.mailbox.fileno(),
+                note=partial(telemetry.recorder.record, "observer", severity="warning"),
             )
+            self.observe = self.admin.queries
         except BaseException:
             self.parts.release(ended=self.parts.stop(_SHORTEST_STOP_S))
+            self.telemetry.region.close()
             raise
         self._released = False  # the components, so that nothing accesses the pool any more
-        self._switch_interval_s: float | None = None  # of the process before `start` changed it
+        self._switch_interval = SwitchInterval()
         # An engine that does not close its agent still exits cleanly. The reference is weak so that an agent that was
         # never started can be collected; one that was is referenced by the handlers of its admin thread.
         self._at_exit = partial(_close_if_alive, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def _admin_handlers(self) -> dict[str, Callable[[dict[str, Any]], Any]]:
-        operator = AdminActions(self.parts, lambda: self.admin.client)
-        return {**self.observe.handlers(), **operator.handlers()}
+    def _actions(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
+        return AdminActions(self.parts, lambda: self.admin.client).handlers()
+
+    def _publish(self, parts: AgentParts) -> None:
+        """Has the control loop publish the documents of new components."""
+        self._documents.update(builders(parts, self._spec.integration))
+        self._publisher = DocumentPublisher(self.telemetry.region, self._documents, versions(parts))
+        parts.control.add_task(self._publisher)
 
     @property
     def settings(self) -> Settings:
@@ -195,7 +206,7 @@ class Agent:
 
     @property
     def telemetry(self) -> Telemetry:
-        """The agent's telemetry: metrics, room records and the flight recorder."""
+        """The agent's telemetry: counters, records of the active rooms and the flight recorder."""
         return self.parts.telemetry
 
     @property
@@ -212,10 +223,9 @@ class Agent:
         """Returns counts of rooms, bytes and failures, latencies, and the use of staging memory; for any thread.
 
         The call waits for no other thread, and takes about 10 µs plus 5 µs for 100 active rooms, so that an engine can
-        call it in every step. It first counts what the control loop has only noted: at most 64 parts and rooms, usually
-        fewer than 8, 10 µs each.
+        call it in every step.
         """
-        return self.observe.stats()
+        return statistics(self.parts)
 
     def latencies(self, after: int = 0) -> tuple[list[float], int]:
         """Returns the latencies of single rooms in seconds, for an engine's own histogram; for any thread.
@@ -227,7 +237,7 @@ class Agent:
             The latencies that `stats` summarises, of the rooms after those, at most the last 1024; and the number of
             rooms so far.
         """
-        found, number = self.telemetry.counted_latencies.after(after)
+        found, number = self.telemetry.latencies.after(after)
         return [latency / 1e9 for latency in found], number
 
     # ---- lifecycle -------------------------------------------------------------------------------------------------
@@ -255,18 +265,9 @@ class Agent:
 
     def _start(self) -> None:
         parts = self.parts
+        self._publisher.publish_all()
         self.admin.start()
-        parts.exports.start(
-            lambda: self.observe.metrics(),
-            parts.telemetry,
-            ready=lambda: readiness(self.parts.lifecycle, self.role),
-            alive=lambda: liveness(self.parts.lifecycle, self.parts.control, self.settings["lost_s"]),
-        )
-        if (interval_ms := parts.settings["switch_interval_ms"]) is not None:
-            before_s = sys.getswitchinterval()
-            sys.setswitchinterval(interval_ms * 1e-3)
-            if sys.getswitchinterval() != before_s:  # another agent of the process may have changed it
-                self._switch_interval_s = before_s
+        self._switch_interval.set(parts.settings["switch_interval_ms"])
         parts.start(self.admin.remote_address, str(self.admin.path))
 
     def connect(self, prefill: str, *, keep: bool = True) -> None:
@@ -376,12 +377,9 @@ class Agent:
         Raises:
             DeadlineExceeded: the message names the rooms still in flight.
         """
-        deadline, parts = time.monotonic() + check_timeout(timeout), self.parts
-        parts.lifecycle.leave()
-        while rooms := {*parts.handles.rooms, *(parts.machine.unanswered() if self.draining else ())}:
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"{self.name}: {_in_flight(rooms, timeout)}")
-            time.sleep(0.002)
+        timeout = check_timeout(timeout)
+        with self.telemetry.region.call(calls.DRAIN):
+            self.parts.lifecycle.drain(timeout)
 
     def unregister(self, timeout: float = 30.0) -> None:
         """Gives the pool's memory back to the engine, which may then free or unmap it, as in vLLM's sleep mode.
@@ -401,32 +399,16 @@ class Agent:
         """
         deadline = time.monotonic() + check_timeout(timeout)
         with self._change("unregister"):
-            parts, lifecycle = self.parts, self.parts.lifecycle
-            lifecycle.begin_drain(to_unregister=True)
-            aborted: set[int] = set()
-            while not (self._refuses_rooms and lifecycle.unregister()):
-                rooms = {*parts.handles.rooms, *parts.machine.rooms}
-                # Rooms of a prefill rank that only decode ranks have opened: the engine will not begin them any more.
-                for room in rooms.difference(parts.handles.rooms, aborted) if self.role == "prefill" else ():
-                    parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name}: {UNREGISTERED}"))
-                    aborted.add(room)
-                if time.monotonic() >= deadline:
-                    lifecycle.end_unregister_drain()
-                    text = f"{self.name}: its memory cannot be given back, {_in_flight(rooms, timeout)}"
-                    raise DeadlineExceeded(text)
-                time.sleep(0.002)
+            parts = self.parts
+            parts.lifecycle.unregister_when_idle(deadline, timeout)
+            self.admin.replace({}, None)
             ended = parts.stop(max(_SHORTEST_STOP_S, deadline - time.monotonic()))
             self._released = parts.release(ended=ended)
             if not self._released:
                 raise DeadlineExceeded(f"{self.name}: its control thread or a copy has not ended: its memory must stay")
             parts.machine.peers.clear()  # shown by the admin socket
             parts.telemetry.recorder.record("memory", UNREGISTERED)
-
-    @property
-    def _refuses_rooms(self) -> bool:
-        """Whether the machine refuses the rooms that peers open; only prefill ranks accept any."""
-        machine = self.parts.machine
-        return not isinstance(machine, PrefillMachine) or machine.state.draining
+            self._publisher.publish_all()  # the loop that did so has ended
 
     def register(self, pool: KVPool | None = None) -> None:
         """Takes memory for the KV pool again after `unregister`; returns without waiting for peers (see `wait_ready`).
@@ -436,7 +418,7 @@ class Agent:
                 addresses again.
 
         Raises:
-            MemoryLayoutError: the pool's geometry differs from the former one; the text names what differs.
+            MemoryLayoutError: the pool's geometry differs; the text names how.
             LocalProtocolError: the agent is not unregistered, has not given its memory back, or another thread
                 registers or closes it.
             ConfigError, DeviceError, TransportUnavailable: as `Agent` and `start`. The agent stays unregistered.
@@ -449,12 +431,9 @@ class Agent:
                 text = "has not given its memory back: close it and create another"
                 raise LocalProtocolError(f"agent {self.name} {text}")
             pool = self.pool if pool is None else pool
-            model, on_state, *_ = self._arguments
-            check_arguments(self.role, self.rank, pool, self.name, model, on_state)
-            check_same_geometry(former, pool, model)
-            parts = build_parts(
-                self.name, self.role, self.rank, pool, lifecycle.instances, *self._arguments, former=former
-            )
+            check_arguments(self.role, self.rank, pool, self.name, self._spec.model, self._spec.on_state)
+            check_same_geometry(former, pool, self._spec.model)
+            parts = AgentParts(self._spec, pool, lifecycle.instances, former)
             try:
                 if lifecycle.drains_again:
                     parts.mailbox.put(ev.Drain(True))
@@ -466,8 +445,8 @@ class Agent:
                 self.pool, self.parts = former_pool, former
                 parts.release(ended=parts.stop(_SHORTEST_STOP_S))
                 raise
-            self.observe = AdminQueries(ObservedAgent(parts, self._integration))
-            self.admin.replace(self._admin_handlers())
+            self._publish(parts)
+            self.admin.replace(self._actions(), parts.mailbox.fileno())
 
     @contextlib.contextmanager
     def _change(self, call: str) -> Iterator[None]:
@@ -475,7 +454,8 @@ class Agent:
         lifecycle = self.parts.lifecycle
         lifecycle.begin(call)
         try:
-            yield
+            with self.telemetry.region.call(calls.CALLS.index(call)):
+                yield
         finally:
             if lifecycle.end():
                 self._shut_down()
@@ -495,11 +475,12 @@ class Agent:
         if self.parts.local.pid != os.getpid():
             return
         lifecycle = self.parts.lifecycle
-        if lifecycle.close(time.monotonic() + timeout):
-            self._shut_down()
-        elif not lifecycle.wait_closed(timeout):
-            text = f"another thread has not closed the agent within {timeout:g} s, and will do it later"
-            self.telemetry.recorder.record("close", text, "warning")
+        with self.telemetry.region.call(calls.CLOSE):
+            if lifecycle.close(time.monotonic() + timeout):
+                self._shut_down()
+            elif not lifecycle.wait_closed(timeout):
+                text = f"another thread has not closed the agent within {timeout:g} s, and will do it later"
+                self.telemetry.recorder.record("close", text, "warning")
 
     def _shut_down(self) -> None:
         """Releases everything; the agent is closed, and no other thread changes it."""
@@ -518,25 +499,15 @@ class Agent:
         """
         parts = self.parts
         if running:
-            since_s = time.monotonic()
-            until_s = (since_s + deadline_s) / 2
-            aborted: set[int] = set()
-            while (rooms := {*parts.handles.rooms}) and (now_s := time.monotonic()) < until_s:
-                if now_s < since_s + _OUTCOME_S:  # rooms that are sent have usually succeeded: decode ranks will say it
-                    rooms -= parts.handles.sent
-                for room in rooms - aborted:
-                    parts.mailbox.put(ev.AbortRoom(room, f"agent {self.name} is closing"))
-                aborted |= rooms
-                time.sleep(0.002)
+            parts.lifecycle.abort_rooms((time.monotonic() + deadline_s) / 2)
         ended = self._released or parts.stop(max(_SHORTEST_STOP_S, deadline_s - time.monotonic()))
-        if self._switch_interval_s is not None:
-            sys.setswitchinterval(self._switch_interval_s)
+        self._switch_interval.restore()
         try:
             self.admin.close()
         except DeadlineExceeded as error:  # a handler is still running; the thread ends after it
             parts.telemetry.recorder.record("admin", str(error), "warning")
         atexit.unregister(self._at_exit)
-        parts.exports.close()
+        self.telemetry.region.close()
         if not self._released:
             self._released = parts.release(ended=ended)
 
@@ -556,6 +527,7 @@ class Agent:
         If the result has no groups, call `Send.pages`. Otherwise pass the groups to `Send.prefetch` and call
         `Send.layers` for each group.
         """
+        self.telemetry.region.note_call(calls.LAYER_GROUPS)
         if not isinstance(forward, ForwardInfo):
             raise LayoutError(f"forward is {shown(forward)}: it must be a ForwardInfo")
         return self.parts.pipelining.decide(forward)
@@ -590,10 +562,12 @@ class Agent:
                 group computes it, `tokens` is not a length, `request_id` is not a string, or this is not a prefill
                 agent that accepts the room.
         """
+        parts = self.parts
+        region = parts.telemetry.region
+        region.note_call(calls.SEND)
         room, fake = check_room(room), check_flag("fake", fake)
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
         prompt = check_prompt(room, tokens, digest)
-        parts = self.parts
         begun = fake or parts.machine.knows(room)
         self._check_takes("prefill", begun=begun)
         if not fake:
@@ -603,7 +577,8 @@ class Agent:
         prefix = None if fake else parts.machine.opened_prefix(room)
         event = ev.SendRoom(room, request_id, traceparent, prefix, *prompt)
         post = _discard if fake else parts.mailbox.put
-        return self._begin(parts, Send(room, post, parts.limits, parts.forwards, prefix), event, fake, begun)
+        handle = Send(room, post, region, parts.limits, parts.event_poller, prefix)
+        return self._begin(parts, handle, event, fake, begun)
 
     def receive(
         self,
@@ -651,16 +626,18 @@ class Agent:
                 `tokens` need.
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
+        parts = self.parts
+        region = parts.telemetry.region
+        region.note_call(calls.RECEIVE)
         room, fake = check_room(room), check_flag("fake", fake)
         request_id, traceparent = check_request_id(room, request_id), valid_traceparent(traceparent)
-        parts = self.parts
         self._check_takes("decode", begun=fake)
         instance = self.bootstrap or "" if fake and prefill is None else self._instance(prefill, f"room {room}: ")
         wanted = pages, prefix_tokens, aux_index, state_indices, prefill_only, tokens, group_pages, digest
         opening = parts.limits.opening(room, instance, *wanted)
         if request_id or traceparent:
             opening = msgspec.structs.replace(opening, request_id=request_id, traceparent=traceparent)
-        handle = Receive(room, _discard if fake else parts.mailbox.put, parts.pool.device)
+        handle = Receive(room, _discard if fake else parts.mailbox.put, region, parts.pool.device)
         return self._begin(parts, handle, opening, fake, fake, written(opening))
 
     def is_open(self, room: int) -> bool:
@@ -684,8 +661,9 @@ class Agent:
                 this is not a running decode agent, or it knows no prefill instance.
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
-        room = check_room(room)
         parts = self.parts
+        parts.telemetry.region.note_call(calls.REFUSE)
+        room = check_room(room)
         parts.lifecycle.check_takes("decode", begun=True)
         reason = check_reason(room, reason)
         if self.is_open(room):
@@ -706,7 +684,8 @@ class Agent:
         room = check_room(room)
         self.parts.lifecycle.check_takes("prefill", begun=True)
         self._check_endpoint(prefill)
-        decline(prefill, room, check_reason(room, reason), self._arguments[3], check_timeout(timeout_s))
+        with self.telemetry.region.call(calls.DECLINE):
+            decline(prefill, room, check_reason(room, reason), self._spec.keys, check_timeout(timeout_s))
 
     def renew(self, rooms: Sequence[int], *, prefill: str | None = None) -> None:
         """Decode: asks a prefill instance to keep rooms that this engine is going to open.
@@ -724,6 +703,7 @@ class Agent:
                 decode agent.
             ConfigError: `prefill` is not an endpoint, or needs keys.
         """
+        self.telemetry.region.note_call(calls.RENEW)
         self.parts.lifecycle.check_takes("decode", begun=True)
         listed = as_list(rooms)
         if listed is None:
@@ -803,12 +783,8 @@ class Agent:
         return self.parts.connections.measure()
 
 
-def _in_flight(rooms: set[int], timeout: float) -> str:
-    return f"rooms still in flight after {timeout:g} s: {', '.join(map(str, sorted(rooms)[:8]))}"
-
-
 def _discard(event: ev.Event) -> None:
-    """Ignores an event; the handles of fake rooms send their events here."""
+    """Ignores an event of a fake room."""
 
 
 def _close_if_alive(reference: weakref.ref[Agent]) -> None:

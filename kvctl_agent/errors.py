@@ -81,3 +81,7 @@ class RecordingVersionError(RecordingError):
 
 class DeadlineExceeded(KvctlError, TimeoutError):
     """A wait timed out; the message names the awaited event."""
+
+
+class RegionError(KvctlError):
+    """A region in shared memory cannot be created, or what is there is no region of this version."""

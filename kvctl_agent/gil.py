@@ -13,6 +13,7 @@ import errno
 import os
 import platform
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -300,3 +301,23 @@ class GilSharing:
         self._since_ns, self._waited_ns = now_ns, 0
         if self._suspected:
             self._cpu_ns = time.thread_time_ns()
+
+
+class SwitchInterval:
+    """Changes the interpreter's switch interval of this process, and restores it."""
+
+    def __init__(self) -> None:
+        self._before_s: float | None = None
+
+    def set(self, interval_ms: float | None) -> None:
+        """Sets the interval in ms; None leaves it."""
+        before_s = sys.getswitchinterval()
+        if interval_ms is not None:
+            sys.setswitchinterval(interval_ms * 1e-3)
+        if sys.getswitchinterval() != before_s:  # another agent of the process may have set it already
+            self._before_s = before_s
+
+    def restore(self) -> None:
+        """Sets the interval to what it was before `set`, if that has changed it."""
+        if self._before_s is not None:
+            sys.setswitchinterval(self._before_s)

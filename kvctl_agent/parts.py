@@ -1,7 +1,4 @@
-"""Builds the components of an agent from its configuration, stops their threads and releases their resources.
-
-`build_parts` starts no thread and binds no socket; `Agent.start` does.
-"""
+"""Builds the components of an agent from its configuration, stops their threads and releases their resources."""
 
 from __future__ import annotations
 
@@ -20,16 +17,15 @@ from typing import Protocol
 import zmq
 
 from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
-from kvctl_agent.contract.keys import KeyPair
-from kvctl_agent.contract.processors import FEW_CORES, available_cores, copy_threads, engine_threads
 from kvctl_agent.contract.settings import Settings
 from kvctl_agent.contract.snapshots import Integration, Role
-from kvctl_agent.contract.sockets import shortage
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError, MemoryLayoutError
-from kvctl_agent.export import Exports
 from kvctl_agent.gil import GilSharing
+from kvctl_agent.host.keys import KeyPair
+from kvctl_agent.host.processors import FEW_CORES, available_cores, copy_threads, engine_threads
+from kvctl_agent.host.sockets import shortage
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.parallel import local_shards as layout_of
 from kvctl_agent.layout.plan_inputs import differences, shape_to_wire
@@ -39,9 +35,10 @@ from kvctl_agent.memory.checksum import Checksums, DeviceChecksums, HostChecksum
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
-from kvctl_agent.memory.native_copier import BUILT, NativeCopier, NativeCopyPool
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
+from kvctl_agent.observer.exports import check_exports
+from kvctl_agent.observer.link import new_region
 from kvctl_agent.paths.base import Path
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.direct import DirectPath
@@ -70,6 +67,7 @@ from kvctl_agent.runtime.page_owners import PageOwners
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.transfers import Transfers
+from kvctl_agent.runtime.waiting import InputWait
 from kvctl_agent.security.curve import REGISTRY_DOMAIN, Clients, RefusedConnections, ZapAuthenticator, load_clients
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
@@ -80,14 +78,8 @@ from kvctl_agent.transport.nixl.threads import DESCRIPTORS_PER_THREAD, with_thre
 from kvctl_agent.transport.nixl.threads import thread_count as engine_thread_count
 from kvctl_agent.transport.registry import open_transport, parse_params
 
-_NUMPY_COPIES = (
-    "copies use numpy, which is slow beside a busy engine: reinstall kvctl where a C compiler and Python's headers are "
-    "installed (Debian: gcc, python3-dev)"
-)
-_BINDING_POSTS = (
-    "NIXL's Python binding posts the writes, which is slow beside a busy engine: use NIXL 1.5, and reinstall kvctl "
-    "where a C++ compiler and Python's headers are installed (Debian: g++, python3-dev)"
-)
+_BINDING_POSTS = "NIXL's Python binding posts the writes, which is slow beside a busy engine: "
+_THREADS_IGNORED = "num_threads of transport_params has no effect: the pool is on a GPU, whose copy engines copy"
 _SCRATCH_BYTES = 64 << 20  # after the ring; writers measure their connection with it; larger than CPU caches
 _FEW_CORES_BUFFER_MB, _BUFFER_MB, _DEVICE_BUFFER_MB = 64, 256, 512
 _LEAST_BUFFERS = 8  # half of them may belong to one peer: some are filled while others are sent
@@ -117,40 +109,224 @@ class PartFactories:
 
 
 @dataclass(frozen=True)
+class AgentSpec:
+    """Description of an agent that stays the same until its end; `Agent.register` builds new components from it.
+
+    Attributes:
+        name: whole name of the agent.
+        model: shape of the whole model's KV; None: the pool has all layers.
+        keys: the fleet's key pair, for control sockets over TCP; None without encryption.
+        factories: constructors of the replaceable components.
+        integration: the engine that the agent is part of.
+    """
+
+    name: str
+    role: Role
+    rank: Rank
+    model: ModelShape | None
+    on_state: OnState | None
+    settings: Settings
+    keys: KeyPair | None
+    factories: PartFactories
+    integration: Integration | None
+
+
 class AgentParts:
-    """All components of one agent except its admin server.
+    """All components of one agent except the link to its observer.
 
     A prefill rank has staging buffers, transfers and, if its pool is on a device, a poller of the engine's events; a
     decode rank has a staging ring (unless staging is off) and arrivals.
     """
 
-    name: str
-    role: Role
-    local: LocalInfo
-    settings: Settings
-    pool: KVPool
     telemetry: Telemetry
-    exports: Exports
-    chooser: PathChooser
     transport: Transport
     buffers: StagingBuffers | None
     ring: RingMemory | None
-    copy_pool: CopyPool | NativeCopyPool
-    copiers: tuple[Closable, ...]
-    forwards: EventPoller | None
-    transfers: Transfers | None
-    arrivals: Arrivals | None
-    connections: PeerConnections
-    pipelining: Pipelining
-    inputs: InputLog
+    mailbox: Mailbox
     machine: PrefillMachine | DecodeMachine
     handles: HandleRegistry
-    mailbox: Mailbox
-    context: zmq.Context[zmq.Socket[bytes]]
-    control_channel: ControlChannel
     registries: Registries
-    control: ControlLoop
     lifecycle: Lifecycle
+
+    def __init__(
+        self, spec: AgentSpec, pool: KVPool, instances: tuple[str, ...], former: AgentParts | None = None
+    ) -> None:
+        """Builds all components. Raises as `Agent`, and then releases the components built so far.
+
+        Args:
+            pool: the rank's pool.
+            instances: endpoints of the bootstrap registries.
+            former: released components of the same agent, whose telemetry and life cycle continue; None for a new
+                agent.
+        """
+        settings, rank, model = spec.settings, spec.rank, spec.model
+        self.spec, self.pool = spec, pool
+        self.name, self.role, self.settings = spec.name, spec.role, settings
+        clock = spec.factories.clock() if former is None else former.telemetry.clock
+        incarnation = clock.wall_ns(clock.now_ns()) >> 20 << 20 | secrets.randbits(20) | 1  # increases with each start
+        if model is None and rank.pp_size > 1:
+            raise ConfigError("with pipeline stages a rank's pool is not the whole model: pass model= to the agent")
+        shape = model or pool.shape()
+        pool.assign_shards(layout_of(shape, pool.page_size, rank.parallel_config, rank.coord))
+        check_pages(settings, spec.role, rank, pool.page_size, shape)
+        address = peers_address(spec.role, spec.name, instances, settings["listen"])
+        prefer_family_of(address)
+        params = engine_params(settings, spec.role, rank, pool.device, address)
+        self._engine_threads = engine_thread_count(params) if pool.device is None else 0
+        check_settings(settings, pool, self._engine_threads)
+        self._few_cores = available_cores() <= FEW_CORES
+        self._sharing = GilSharing(self._few_cores)
+        self._reported: deque[ev.Event] = deque()
+        with contextlib.ExitStack() as undo:
+            self.telemetry = self._new_telemetry(clock, incarnation, undo) if former is None else former.telemetry
+            self._open_transport(params, undo)
+            self.local = local_of(spec, shape, pool, incarnation, self.transport, self.ring, address)
+            self._create_transfers(undo)
+            self._create_control(instances)
+            self.lifecycle = (
+                Lifecycle(
+                    self.local, instances, self.registries, self.machine, self.telemetry, self.mailbox, self.handles
+                )
+                if former is None
+                else former.lifecycle
+            )
+            undo.pop_all()
+
+    def _new_telemetry(self, clock: Clock, incarnation: int, undo: contextlib.ExitStack) -> Telemetry:
+        check_exports(self.settings)
+        warnings: list[str] = []
+        region = new_region(self.settings, self.name, self.role, incarnation, clock, warnings.append)
+        undo.callback(region.close)
+        telemetry = Telemetry(self.name, self.role, region, clock)
+        for text in warnings:
+            telemetry.recorder.record("observer", text, "warning")
+        return telemetry
+
+    def _open_transport(self, params: dict[str, str], undo: contextlib.ExitStack) -> None:
+        """Creates the transport, and the memory that it registers."""
+        settings, device, record = self.settings, self.pool.device, self.telemetry.recorder.record
+        memory: list[Closable | None] = []
+        undo.callback(close_all, memory)
+        self.mailbox = Mailbox()
+        undo.callback(self.mailbox.close)
+        if settings["copy_threads"] is None:
+            settings.complete("copy_threads", copy_threads(available_cores(), ranks_of(self.spec.rank)))
+        # Native threads that post copy, too: a piece is written by the core that has gathered it.
+        threads = self._engine_threads or settings["copy_threads"]
+        self.copy_pool = copy_pool_of(threads, self.mailbox)
+        undo.callback(self.copy_pool.close)
+        make = self.spec.factories
+        self.transport = make.transport(settings["transport"], self.name, params, device, self.copy_pool)
+        undo.callback(self.transport.close)
+        self.buffers, self.ring = staging_memory(self.role, settings, device, make.ring)
+        memory += [self.buffers, self.ring]
+        if device is None:
+            back_with_huge_pages(self.pool.regions())
+        self.transport.register(regions(self.pool, self.buffers or self.ring))
+        if device is not None and engine_thread_count(params):
+            record("transport", _THREADS_IGNORED, "warning")
+        if self.role == "prefill" and (why := self.transport.describe().get("why_binding")):
+            record("transport", _BINDING_POSTS + why, "warning")
+
+    def _create_transfers(self, undo: contextlib.ExitStack) -> None:
+        """Creates what transfers parts, and the machine that says which, by the costs of the connections."""
+        settings, pool, telemetry = self.settings, self.pool, self.telemetry
+        self.copiers: list[Closable] = []
+        undo.callback(close_all, self.copiers)
+        copier = copier_of(pool.device, self.copy_pool, self.copiers)
+        by_peer: dict[str, PeerConnection] = {}
+        self.transfers: Transfers | None = None
+        self.arrivals: Arrivals | None = None
+        self.event_poller: EventPoller | None = None
+        if self.buffers is not None:
+            self.transfers = Transfers(
+                paths_of(pool.device, copier, self.buffers, settings["direct_sms"], self.copiers),
+                AuxPath(),
+                by_peer,
+                self.transport.progress,
+                self._reported.append,
+                self.mailbox.wake,
+                telemetry,
+                many=not self._few_cores,
+                checksums=checksums_of(pool, copier) if settings["checksum"] else None,
+                on_device=pool.device is not None,
+                sharing=self._sharing,
+            )
+            self.event_poller = EventPoller(pool.device, self.mailbox.wake) if pool.device is not None else None
+        self.chooser = PathChooser(self.local.shape, pool.page_size, settings["path"], settings["staging"])
+        self.connections = PeerConnections(
+            self.name,
+            self.transport,
+            pool,
+            self.chooser,
+            telemetry.recorder,
+            by_peer,
+            buffers=self.buffers,
+            transfers=self.transfers,
+            direct_programs=settings["direct_sms"],
+            checksum=settings["checksum"],
+        )
+        self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, telemetry.metrics)
+        self.inputs = InputLog(settings["record_inputs"])
+        machine = self.machine = machine_of(
+            self.local, settings, telemetry, self.chooser, self.inputs, self.connections
+        )
+        if self.transfers is None:
+            self.arrivals = self.spec.factories.arrivals(
+                self.transport,
+                pool,
+                self.ring,
+                copier,
+                checksums_of(pool, copier),
+                lambda *events: self._reported.extend(events),
+                lambda: machine.open_rooms,
+                telemetry,
+                lambda: {peer.inputs.decode_split for peer in machine.peers.values() if peer.inputs is not None},
+                settings["checksum"],
+                self._few_cores,
+            )
+
+    def _create_control(self, instances: tuple[str, ...]) -> None:
+        """Creates the engine's handles, the control channel and its loop."""
+        name, keys, telemetry, settings = self.name, self.spec.keys, self.telemetry, self.settings
+        owners = page_owners_of(self.pool) if self.role == "decode" else None
+        self.handles = HandleRegistry(name, self.spec.on_state, owners)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # takes no descriptor before its first socket
+        self.control_channel = self.spec.factories.control_channel(
+            self.context, name, self.local.incarnation, telemetry, keys
+        )
+        self.registries = Registries(self.context, Lookup(name), keys)
+        server = authenticator = None
+        refused = RefusedConnections(telemetry.metrics, telemetry.recorder).add
+        clients: Clients | None = None
+        if self.role == "prefill" and self.local.unique_rank == 0:
+            if keys is not None and not instances[0].startswith("ipc://"):
+                clients = load_clients(
+                    settings["admin_clients"], lambda text: telemetry.recorder.record("bootstrap", text, "warning")
+                )
+            server = RegistryServer(self.context, instances[0], keys, clients, refused)
+        if keys is not None:
+            admitted = partial(admits, keys.public, clients)
+            authenticator = partial(ZapAuthenticator, self.context, f"{name}-keys", admitted, refused)
+        self.control = ControlLoop(
+            self.local,
+            self.machine,
+            self.mailbox,
+            self.control_channel,
+            self.registries,
+            telemetry,
+            self.handles,
+            self.connections,
+            self.pipelining,
+            transfers=self.transfers,
+            arrivals=self.arrivals,
+            event_poller=self.event_poller,
+            reported=self._reported,
+            wait=InputWait(self._sharing, telemetry.waited, self.arrivals, self._few_cores),
+            server=server,
+            authenticator=authenticator,
+            inputs=self.inputs if settings["record_inputs"] else None,
+        )
 
     @cached_property
     def limits(self) -> PoolLimits:
@@ -209,218 +385,6 @@ class AgentParts:
         if copied:
             close_all((self.buffers, self.ring))
         return copied
-
-
-def build_parts(
-    name: str,
-    role: Role,
-    rank: Rank,
-    pool: KVPool,
-    instances: tuple[str, ...],
-    model: ModelShape | None,
-    on_state: OnState | None,
-    settings: Settings,
-    keys: KeyPair | None,
-    make: PartFactories,
-    integration: Integration | None = None,
-    former: AgentParts | None = None,
-) -> AgentParts:
-    """Builds all components of an agent. Raises as `Agent`, and then releases the components built so far.
-
-    Args:
-        instances: endpoints of the bootstrap registries.
-        model: shape of the whole model's KV; None: `pool` has all layers.
-        keys: the fleet's key pair, for control sockets over TCP; None without encryption.
-        make: constructors of the replaceable components.
-        integration: the engine that the agent is part of.
-        former: released components of the same agent, whose telemetry, exporters and life cycle continue; None for a
-            new agent.
-    """
-    # Identity and telemetry.
-    clock = make.clock() if former is None else former.telemetry.clock
-    born = clock.wall_ns(clock.now_ns())
-    incarnation = born >> 20 << 20 | secrets.randbits(20) | 1  # increases with each start
-    if former is None:
-        exports = Exports(settings, name, role)
-        telemetry = Telemetry(
-            name,
-            role,
-            history=settings["history_rooms"],
-            failed=settings["failed_rooms"],
-            timeline_events=settings["timeline_events"],
-            recorder_events=settings["recorder_events"],
-            clock=clock,
-        )
-    else:
-        exports, telemetry = former.exports, former.telemetry
-    if model is None and rank.pp_size > 1:
-        raise ConfigError("with pipeline stages a rank's pool is not the whole model: pass model= to the agent")
-    shape = model or pool.shape()
-    pool.assign_shards(layout_of(shape, pool.page_size, rank.parallel_config, rank.coord))
-    check_pages(settings, role, rank, pool.page_size, shape)
-    address = peers_address(role, name, instances, settings["listen"])
-    prefer_family_of(address)
-    params = engine_params(settings, role, rank, pool.device, address)
-    check_settings(settings, pool, engine_thread_count(params))
-
-    with contextlib.ExitStack() as undo:
-        # The transport and the memory that it registers.
-        memory: list[Closable | None] = []
-        undo.callback(close_all, memory)
-        few_cores = available_cores() <= FEW_CORES
-        sharing = GilSharing(few_cores)
-        mailbox = Mailbox()
-        undo.callback(mailbox.close)
-        if settings["copy_threads"] is None:
-            settings.complete("copy_threads", copy_threads(available_cores(), ranks_of(rank)))
-        # Native threads that post copy, too: a piece is written by the core that has gathered it.
-        threads = (engine_thread_count(params) if BUILT else 0) or settings["copy_threads"]
-        copy_pool = copy_pool_of(threads, name, mailbox)
-        undo.callback(copy_pool.close)
-        native_pool = copy_pool if isinstance(copy_pool, NativeCopyPool) else None
-        transport = make.transport(settings["transport"], name, params, pool.device, sharing, native_pool)
-        undo.callback(transport.close)
-        buffers, ring = staging_memory(role, settings, pool.device, make.ring)
-        memory += [buffers, ring]
-        if pool.device is None:
-            back_with_huge_pages(pool.regions())
-        transport.register(regions(pool, buffers or ring))
-        local = local_of(name, role, rank, shape, pool, incarnation, settings, transport, ring, integration, address)
-
-        # What transfers parts.
-        if not BUILT and pool.device is None:
-            telemetry.recorder.record("copy", _NUMPY_COPIES, "warning")
-        if role == "prefill" and pool.device is None and transport.describe().get("posts") == "binding":
-            telemetry.recorder.record("transport", _BINDING_POSTS, "warning")
-        copiers: list[Closable] = []
-        undo.callback(close_all, copiers)
-        by_peer: dict[str, PeerConnection] = {}
-        direct_sms: int | None = settings["direct_sms"]
-        reported: deque[ev.Event] = deque()
-        transfers: Transfers | None = None
-        arrivals: Arrivals | None = None
-        forwards: EventPoller | None = None
-        if buffers is not None:
-            copier = copier_of(pool.device, copy_pool, copiers)
-            transfers = Transfers(
-                paths_of(pool.device, copier, buffers, direct_sms, copiers),
-                AuxPath(),
-                by_peer,
-                transport.progress,
-                reported.append,
-                mailbox.wake,
-                telemetry,
-                many=not few_cores,
-                checksums=checksums_of(pool, copier) if settings["checksum"] else None,
-                on_device=pool.device is not None,
-                sharing=sharing,
-            )
-            forwards = EventPoller(pool.device, mailbox.wake) if pool.device is not None else None
-
-        # The machine, and the connections whose costs determine its choice of paths.
-        chooser = PathChooser(shape, pool.page_size, settings["path"], settings["staging"])
-        connections = PeerConnections(
-            name,
-            transport,
-            pool,
-            buffers,
-            chooser,
-            telemetry.recorder,
-            by_peer,
-            transfers,
-            direct_sms,
-            settings["checksum"],
-        )
-        pipelining = Pipelining(local.layers, pool.page_size, settings, telemetry.metrics)
-        inputs = InputLog(settings["record_inputs"])
-        machine = machine_of(local, settings, telemetry, chooser, inputs, connections)
-        if transfers is None:
-            copier = copier_of(pool.device, copy_pool, copiers)
-            arrivals = make.arrivals(
-                transport,
-                pool,
-                ring,
-                copier,
-                checksums_of(pool, copier),
-                lambda *events: reported.extend(events),
-                lambda: machine.open_rooms,
-                telemetry,
-                lambda: {peer.inputs.decode_split for peer in machine.peers.values() if peer.inputs is not None},
-                settings["checksum"],
-                few_cores,
-            )
-
-        # The engine's handles, the control channel and its loop.
-        handles = HandleRegistry(name, on_state, page_owners_of(pool) if role == "decode" else None)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # takes no descriptor before its first socket
-        channel = make.control_channel(context, name, incarnation, telemetry, keys)
-        registries = Registries(context, Lookup(name), keys)
-        server = authenticator = None
-        refused = RefusedConnections(telemetry.metrics, telemetry.recorder).add
-        clients: Clients | None = None
-        if role == "prefill" and local.unique_rank == 0:
-            if keys is not None and not instances[0].startswith("ipc://"):
-                clients = load_clients(
-                    settings["admin_clients"], lambda text: telemetry.recorder.record("bootstrap", text, "warning")
-                )
-            server = RegistryServer(context, instances[0], keys, clients, refused)
-        if keys is not None:
-            admitted = partial(admits, keys.public, clients)
-            authenticator = partial(ZapAuthenticator, context, f"{name}-keys", admitted, refused)
-        control = ControlLoop(
-            local,
-            machine,
-            mailbox,
-            channel,
-            registries,
-            telemetry,
-            handles,
-            connections,
-            pipelining,
-            transfers=transfers,
-            arrivals=arrivals,
-            forwards=forwards,
-            reported=reported,
-            few_cores=few_cores,
-            sharing=sharing,
-            server=server,
-            authenticator=authenticator,
-            inputs=inputs if settings["record_inputs"] else None,
-        )
-        if former is None:
-            lifecycle = Lifecycle(local, instances, registries, machine, telemetry, mailbox, handles)
-        else:
-            lifecycle = former.lifecycle
-        undo.pop_all()
-    return AgentParts(
-        name=name,
-        role=role,
-        local=local,
-        settings=settings,
-        pool=pool,
-        telemetry=telemetry,
-        exports=exports,
-        chooser=chooser,
-        transport=transport,
-        buffers=buffers,
-        ring=ring,
-        copy_pool=copy_pool,
-        copiers=tuple(copiers),
-        forwards=forwards,
-        transfers=transfers,
-        arrivals=arrivals,
-        connections=connections,
-        pipelining=pipelining,
-        inputs=inputs,
-        machine=machine,
-        handles=handles,
-        mailbox=mailbox,
-        context=context,
-        control_channel=channel,
-        registries=registries,
-        control=control,
-        lifecycle=lifecycle,
-    )
 
 
 def admits(public: bytes, clients: Clients | None, key: bytes, domain: bytes) -> bool:
@@ -529,8 +493,7 @@ def peers_address(role: str, name: str, instances: tuple[str, ...], listen: str)
 def engine_params(settings: Settings, role: str, rank: Rank, device: Device | None, address: str) -> dict[str, str]:
     """Returns the transport's parameters, and adds the automatic ones to the settings, for `kvctl config`.
 
-    Only prefill ranks write, and only between host memories the CPU copies: with a pool on a GPU, threads are used only
-    if they are configured.
+    Only prefill ranks write, and only between host memories the CPU copies: with a pool on a GPU, no threads post.
 
     Args:
         address: address of this host at which other hosts reach the agent; "" if its peers are all on this host.
@@ -541,7 +504,7 @@ def engine_params(settings: Settings, role: str, rank: Rank, device: Device | No
     params = parse_params(settings["transport_params"])
     if settings["transport"] == "nixl":
         writes = role == "prefill" and device is None
-        params = with_threads(params, engine_threads(available_cores(), ranks_of(rank), BUILT) if writes else 0)
+        params = with_threads(params, engine_threads(available_cores(), ranks_of(rank)) if writes else 0)
     elif settings["transport"] == "mooncake" and address:
         params = {"host": address, **params}
     if params:
@@ -618,20 +581,14 @@ def copies_ended(copiers: Iterable[Closable], recorder: FlightRecorder) -> bool:
     return True
 
 
-def copy_pool_of(threads: int, name: str, mailbox: Mailbox) -> CopyPool | NativeCopyPool:
-    """Returns a copy pool that wakes the control loop: the native one, if the extension has been built."""
-    if not BUILT:
-        return CopyPool(threads, f"{name}-copy", mailbox.wake)
-    return NativeCopyPool(threads, mailbox.fileno(), considerate=available_cores() <= FEW_CORES)
+def copy_pool_of(threads: int, mailbox: Mailbox) -> CopyPool:
+    """Returns a copy pool that wakes the control loop."""
+    return CopyPool(threads, mailbox.fileno(), considerate=available_cores() <= FEW_CORES)
 
 
-def copier_of(device: Device | None, copy_pool: CopyPool | NativeCopyPool, copiers: list[Closable]) -> Copier:
+def copier_of(device: Device | None, copy_pool: CopyPool, copiers: list[Closable]) -> Copier:
     """Creates a copier for one thread, and appends it to `copiers`."""
-    copier: Copier
-    if device is not None:
-        copier = DeviceCopier(device.copies())
-    else:
-        copier = NativeCopier(copy_pool) if isinstance(copy_pool, NativeCopyPool) else HostCopier(copy_pool)
+    copier: Copier = HostCopier(copy_pool) if device is None else DeviceCopier(device.copies())
     copiers.append(copier)
     return copier
 
@@ -672,24 +629,21 @@ def _max_instances() -> int:
 
 
 def local_of(
-    name: str,
-    role: str,
-    rank: Rank,
+    spec: AgentSpec,
     shape: ModelShape,
     pool: KVPool,
     incarnation: int,
-    settings: Settings,
     transport: Transport,
     ring: RingMemory | None,
-    integration: Integration | None,
     address: str,
 ) -> LocalInfo:
     """Returns the description of this rank that the protocol uses and sends to peers."""
+    settings, rank, integration = spec.settings, spec.rank, spec.integration
     ring_bytes = ring.nbytes - _SCRATCH_BYTES if ring else 0
-    shared, unshared = _shared(pool, ring) if role == "decode" else ((), "")
+    shared, unshared = _shared(pool, ring) if spec.role == "decode" else ((), "")
     return LocalInfo(
-        name=name,
-        role=role,
+        name=spec.name,
+        role=spec.role,
         coord=rank.coord,
         side=rank.parallel_config,
         shape=shape,

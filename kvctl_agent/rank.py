@@ -1,12 +1,17 @@
-"""Coordinates of a worker in its instance, as passed to `Agent`."""
+"""Coordinates of a worker in its instance, as passed to `Agent`, and its name in a server."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.layout.sizes import check_sizes, set_sizes
+
+Axes = Mapping[str, tuple[int, int]]
+"""(rank, size) of a worker on the axes that its name tells, such as dp, pp and cp, in the order of the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +53,12 @@ class Rank:
     def parallel_config(self) -> ParallelConfig:
         """The parallel sizes of the instance and the layers of its pipeline stages."""
         return ParallelConfig(self.dp_size, self.pp_size, self.cp_size, self.tp_size, self.stages)
+
+
+def rank_name(role: Role, axes: Axes, tp: int, server: str = "") -> str:
+    """Returns the name of a rank: its role, its ranks on the axes of size 2 or more, and its server if given.
+
+    For example `prefill-dp1-tp0@10.0.0.5:30000`.
+    """
+    name = f"{role}{''.join(f'-{axis}{rank}' for axis, (rank, size) in axes.items() if size > 1)}-tp{tp}"
+    return f"{name}@{server}" if server else name

@@ -1,7 +1,8 @@
 """Fixtures of every test: a private socket directory, and a check that the test leaves nothing behind.
 
-Threads, child processes, file descriptors (including engine agents, ZMQ sockets and contexts, and shared memory) and
-admin socket files that a test creates must be gone when it ends; otherwise the test fails.
+Threads, child processes, file descriptors (including engine agents, ZMQ sockets and contexts, and shared memory), admin
+socket files and regions that a test creates must be gone when it ends; otherwise the test fails. Agents are observed by
+a thread of their own, unless a test sets KVCTL_OBSERVER=process; an observer process is ended after its test.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import tempfile
 import threading
 import time
@@ -25,12 +25,18 @@ import hypothesis
 import pytest
 import zmq
 
-from kvctl_agent.contract import resolver
+from kvctl_agent.contract.admin import SOCKET_SUFFIX, region_directory
 from kvctl_agent.gil import no_core_ns
+from kvctl_agent.host import resolver
+from kvctl_agent.observer.process import is_locked
+from kvctl_agent.telemetry.region import SUFFIX
 from tests.support.names import Names
+from tests.support.observers import end_observer
 
 # Minutes of real engines: `make test-sglang`, `make test-vllm` and `make test-sglang-vllm` run them.
-collect_ignore = ["sglang_servers", "sglang_to_vllm", "vllm_engines"]
+collect_ignore = ["sglang_servers", "sglang_to_vllm", "vllm_engines", "wheels"]
+
+os.environ.setdefault("KVCTL_OBSERVER", "thread")
 
 # Nothing in a test may reach for a model hub, whatever the machine allows.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -73,9 +79,9 @@ class Held:
         return sorted(lines)
 
 
-# Folders with the longest files, and long files: they begin first, or one worker of `make test` would end long after
-# the others. Those of transport/test_peer_loss.py mostly wait.
-LONGEST = (
+# Tests that start fleets of processes or walk all histories. They are marked `full`, which `make test` leaves to
+# `make test-all`, except for a sample, which is marked in their files.
+FULL = (
     "matrix",
     "scenarios",
     "leaks",
@@ -83,16 +89,30 @@ LONGEST = (
     "fleet",
     "recovery",
     "network",
-    "kvctl_agent/transport/test_peer_loss.py",
     "kvctl/commands/test_bench.py",
+    "kvctl_agent/integrations/sglang/test_layouts.py",
+    "kvctl_agent/integrations/sglang/test_failures.py",
+    "kvctl_agent/integrations/sglang/observe/test_observed_pair.py",
+)
+# These and long files begin first, or one worker would end long after the others. Those of transport/test_peer_loss.py
+# mostly wait.
+LONGEST = (
+    *FULL,
+    "kvctl_agent/transport/test_peer_loss.py",
+    "kvctl/test_image.py",
+    "kvctl/test_krew.py",
+    "kvctl/commands/test_json_documents.py",
+    "kvctl/commands/test_debug_real.py",
+    "kvctl/commands/test_newcomer.py",
     "kvctl_agent/agent/test_layout_pairs.py",
     "kvctl_agent/agent/test_layouts.py",
     "kvctl_agent/integrations/sglang",
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests so that the longest files run first."""
+    """Marks the tests that are not part of `make test`; orders the tests so that the longest files run first."""
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:
@@ -100,6 +120,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((number for number, each in enumerate(LONGEST) if path.is_relative_to(each)), len(LONGEST))
 
     places = {path: place(item) for path, item in {item.path: item for item in items}.items()}
+    for item in items:
+        if places[item.path] < len(FULL) and item.get_closest_marker("sample") is None:
+            item.add_marker("full")
     items.sort(key=lambda item: places[item.path])
 
 
@@ -126,10 +149,14 @@ def socket_dir(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
     monkeypatch.setenv("KVCTL_SOCKET_DIR", str(directory))
     yield directory
-    left = sorted(path.name for path in directory.iterdir() if stat.S_ISSOCK(path.lstat().st_mode))
+    end_observer(directory)
+    regions = region_directory(directory)
+    left = [path for path in directory.iterdir() if path.suffix == SOCKET_SUFFIX]
+    left += filter(is_locked, regions.glob(f"*{SUFFIX}"))  # others are of processes that the test has killed
     shutil.rmtree(directory)
+    shutil.rmtree(regions, ignore_errors=True)
     if left:
-        pytest.fail(f"the test left admin sockets behind: {', '.join(left)}", pytrace=False)
+        pytest.fail(f"the test left behind: {', '.join(sorted(path.name for path in left))}", pytrace=False)
 
 
 @pytest.fixture

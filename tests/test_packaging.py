@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.contract import VERSION
+from kvctl_agent.contract import VERSION, extras
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -45,9 +45,10 @@ class TestImports:
         heavy = {"torch", "numpy", "zmq", "msgspec", "nixl", "orjson"}
         assert not heavy & loaded_after("import kvctl_agent")
 
-    def test_the_contract_is_standard_library_only(self) -> None:
-        contract = [path.stem for path in (ROOT / "kvctl_agent/contract").glob("*.py") if path.stem != "__init__"]
-        loaded = loaded_after("\n".join(f"import kvctl_agent.contract.{name}" for name in contract))
+    @pytest.mark.parametrize("package", ["contract", "host"])
+    def test_what_both_packages_share_is_standard_library_only(self, package: str) -> None:
+        names = [path.stem for path in (ROOT / "kvctl_agent" / package).glob("*.py") if path.stem != "__init__"]
+        loaded = loaded_after("\n".join(f"import kvctl_agent.{package}.{name}" for name in names))
         bare = loaded_after("pass")
         assert loaded - bare - set(sys.stdlib_module_names) == {"kvctl_agent"}
 
@@ -63,26 +64,39 @@ class TestImports:
 
 class TestMetadata:
     def test_the_version_has_one_value(self) -> None:
-        assert PROJECT["project"]["version"] == VERSION
+        assert "version" not in PROJECT["project"]
+        assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "kvctl_agent.contract.VERSION"}
 
     def test_the_changelog_knows_the_version_or_has_unreleased_changes(self) -> None:
         text = (ROOT / "CHANGELOG.md").read_text()
         assert re.search(rf"^## \[(Unreleased|{re.escape(VERSION)})\]", text, re.MULTILINE)
 
-    def test_installs_are_those_of_a_checkout(self) -> None:
-        """No package index has kvctl. Texts of the program come from `contract.extras`."""
+    def test_installs_name_extras_that_exist(self) -> None:
+        """Texts of the program come from `contract.extras`, which knows whether it runs from a checkout."""
         for path in tracked_files():
             if path.name in {"pyproject.toml", Path(__file__).name} or path.suffix in {".json", ".svg", ".xz"}:
                 continue
             text = path.read_text(errors="replace")
-            assert not re.findall(r"kvctl\[[\w,-]+\]|(?:pip|pipx|uv|tool) install (?:-\S+ )*'?kvctl\b", text), path
-            named = {name for names in re.findall(r"'\.\[([\w,-]+)\]'", text) for name in names.split(",")}
+            lists = re.findall(r"'(?:\.|kvctl)\[([\w,-]+)\]'", text)
+            named = {name for names in lists for name in names.split(",")}
             named.update(re.findall(r"\bextras? `([\w-]+)`", text))
             if path in PACKAGED and path.name != "extras.py":
-                assert "install '." not in text, path
+                assert not re.search(r"install '(\.|kvctl)\b", text), path
                 named.update(re.findall(r"\binstall\(['\"]([\w-]+)['\"]\)", text))
                 named.update(re.findall(r"kvctl's extra ([a-z]+)", text))
             assert named <= EXTRAS.keys(), path
+
+    def test_wheels_name_themselves_and_a_checkout_itself(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        assert extras.install("nixl") == "`pip install '.[nixl]'` in a checkout of kvctl"
+        monkeypatch.setattr(extras, "_PROJECT", tmp_path / "pyproject.toml")
+        assert extras.install("nixl") == "`pip install 'kvctl[nixl]'`"
+
+    def test_wheels_contain_every_kind_of_file_that_the_packages_have(self) -> None:
+        (kinds,) = re.findall(r"^DATA = (\{.*\})$", (ROOT / "release" / "wheels.py").read_text(), re.MULTILINE)
+        packaged = [path for path in tracked_files() if path.relative_to(ROOT).parts[0] in {"kvctl", "kvctl_agent"}]
+        assert {path.suffix for path in packaged} - {".c", ".cpp", ".h"} == ast.literal_eval(kinds)
 
     def test_the_promised_extras_exist(self) -> None:
         promised = {
@@ -99,8 +113,11 @@ class TestMetadata:
             "sglang",
             "vllm",
             "png",
+            "report",
             "kubernetes",
             "dns",
+            "mcp",
+            "docs",
         }
         assert set(EXTRAS) == promised
 
@@ -124,7 +141,9 @@ class TestMetadata:
 
     def test_the_constraints_pin_everything_that_make_setup_asks_for(self) -> None:
         lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-        assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line) for line in lines), "names and versions only"
+        assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.!]*", line) for line in lines), (
+            "names and versions only"
+        )
         wanted = names(PROJECT["project"]["dependencies"])
         for extra in ("agent", "nixl", "dev"):
             wanted |= names(EXTRAS[extra])
@@ -149,11 +168,12 @@ class TestRepository:
         help_text = subprocess.run(
             ["make", "--no-print-directory"], cwd=ROOT, check=True, capture_output=True, text=True
         )
-        assert {"setup", "bench", "test", "check"} <= set(re.findall(r"^make (\S+)", help_text.stdout, re.MULTILINE))
+        assert {"setup", "bench", "test", "test-all", "check"} <= set(
+            re.findall(r"^make (\S+)", help_text.stdout, re.MULTILINE)
+        )
 
-    @pytest.mark.parametrize("path", PACKAGED, ids=lambda path: str(path.relative_to(ROOT)))
-    def test_every_module_says_why_it_exists(self, path: Path) -> None:
-        assert ast.get_docstring(ast.parse(path.read_text()))
+    def test_every_module_says_why_it_exists(self) -> None:
+        assert [path for path in PACKAGED if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
     def test_no_module_outgrows_a_reader(self) -> None:
         sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in MODULES}

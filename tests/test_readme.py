@@ -13,14 +13,6 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_embedding_example_runs(socket_dir: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    command = [sys.executable, "-W", "error", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == ""
-
-
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^\.venv/bin/kvctl (\w+)", README, re.MULTILINE))))
 def test_every_command_it_shows_exists(command: str) -> None:
     run = subprocess.run(

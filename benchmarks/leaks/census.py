@@ -23,21 +23,24 @@ _HELD = frozenset({"_used", "in_flight", "_in_flight", "_outbox_bytes", "_runnin
 
 # Histories that are kept on purpose: path and largest size. Their contents are not counted.
 BOUNDS = {
-    r"telemetry\.rooms\._(latest|slowest|failed\._by_code)": 256,  # history_rooms, failed_rooms
-    r"telemetry\.recorder\._ring": 4096,  # recorder_events
-    r"telemetry\.rooms\._by_room": 1024,  # every record of the histories above, and the active ones
-    r"telemetry\._latencies\._(latest|ascending)": 1024,
-    r"telemetry\._recent_ends\._slices": 31,  # of ten seconds
-    r"telemetry\._rate\._spans": 4096,  # intervals of the last ten seconds
-    r"telemetry\._rate\._rooms": 100_000,  # rooms of the last ten seconds
-    r"telemetry\._stages\._groups": 1024,
-    r"telemetry\.(interpreter\.)?_noted": 64,  # what is not counted yet
-    r"telemetry\.transfers\._by_peer\[\]\.rooms": 64 * 64,  # the latest 64 of each peer
-    r"telemetry\.metrics\._.*": 1024,  # label sets, in one shard per thread
+    r"telemetry\.rooms\._ended": 1024,
+    r"telemetry\.latencies\._(latest|ascending)": 1024,
+    r"telemetry\._interpreter\._noted": 64,  # what is not counted yet
+    r"telemetry\.metrics\.(series|_.*)": 1024,  # label sets
+    # Where the agent's process has the observer's fold.
+    r"fold\.rooms\._(latest|slowest|failed\._by_code)": 256,  # history_rooms, failed_rooms
+    r"fold\.recorder\._ring": 4096,  # recorder_events
+    r"fold\.latencies\._(latest|ascending)": 1024,
+    r"fold\.recent_ends\._slices": 31,  # of ten seconds
+    r"fold\.rate\._spans": 4096,  # intervals of the last ten seconds
+    r"fold\.rate\._rooms": 100_000,  # rooms of the last ten seconds
+    r"fold\.stages\._groups": 1024,
+    r"fold\.transfers\._by_peer\[\]\.rooms": 64 * 64,  # the latest 64 of each peer
+    r"fold\.metrics\..*": 1024,  # label sets
     r"machine\.peers\[\]\.ended_incarnations": 64 * 64,  # of each peer
     r"transfers\._connections\[\]\.wire_times_ns": 32 * 64,  # of the latest parts to each peer
     r"machine\._context\.actions": 1024,  # of the last event
-    r"inputs\._(generations|batch)": 1 << 16,  # record_inputs
+    r"inputs\._(blobs|batch)": 1 << 16,  # record_inputs
     r"transport\._sessions": 4096,  # Mooncake's engine keeps every port that it has written to
 }
 _BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))

@@ -200,7 +200,7 @@ class Side:
         return {f"{agent.name}: {path}": size for agent in self.agents for path, size in census(agent.parts).items()}
 
     def instances(self) -> Sizes:
-        return instances(*(agent.parts for agent in self.agents))
+        return instances(*(root for agent in self.agents for root in (agent.parts, agent.admin.worker.folded)))
 
     def errors(self) -> list[str]:
         """Returns the texts of exceptions that control, arrival and transfer threads caught, which are bugs."""

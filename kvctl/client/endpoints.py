@@ -1,9 +1,8 @@
 """Selects agents by endpoint (`-e`) and label (`-l`), and determines which of their processes are alive.
 
 Connecting a ZMQ socket to an absent peer never fails. Connecting a plain Unix socket fails at once, without side
-effects, if no process listens; this identifies the sockets of agents that have ended. Stopped processes are found in
-/proc and never connected to: they would not accept the connections, and once the backlog is full, a stopped process
-looks like one that hangs. TCP endpoints are not probed; connection errors appear when they are queried (`fanout`).
+effects, if no process listens; this identifies the sockets of agents that have ended. TCP endpoints are not probed;
+connection errors appear when they are queried (`fanout`).
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import errno
 import fnmatch
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvctl.client.discovery import KINDS, is_url
-from kvctl.client.faults import Fault, FaultCode, stopped
+from kvctl.client.faults import Fault, FaultCode
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.addresses import AddressError, host_of, parse_endpoint
@@ -29,8 +28,8 @@ from kvctl_agent.contract.admin import (
     lock_path,
     socket_dir,
 )
-from kvctl_agent.contract.sockets import UntrustedPathError, check_path, connect_unix
 from kvctl_agent.contract.values import near, shown
+from kvctl_agent.host.sockets import UntrustedPathError, check_path, connect_unix
 
 if TYPE_CHECKING:
     from kvctl.client.discovery.source import AgentSources
@@ -39,6 +38,7 @@ _IPC = "ipc://"
 _GLOB = frozenset("*?[")
 _STOPPED_STATES = ("T", "t")
 _MAX_PID_BYTES = 32
+_PROBED_SINGLY = 16
 
 LABELS = ("role", "dp", "pp", "cp", "tp", "unique", "name", "host", "version", "device")
 
@@ -94,10 +94,9 @@ class Discovery:
 
     Attributes:
         directory: socket directory that was searched.
-        live: endpoints with a listening process, and all TCP endpoints.
+        live: endpoints with a listening process or whose agent runs, and all TCP endpoints.
         stale: socket files of processes that have ended.
-        faults: named endpoints that are missing, stale or not permitted, and endpoints of stopped processes.
-        stopped: endpoints of stopped processes.
+        faults: named endpoints that are missing, stale or not permitted.
         vanished: agents that sources have named within a day and name no more.
     """
 
@@ -105,30 +104,33 @@ class Discovery:
     live: list[Endpoint] = field(default_factory=list)
     stale: list[Endpoint] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    stopped: list[Endpoint] = field(default_factory=list)
     vanished: list[Gone] = field(default_factory=list)
 
 
-def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) -> Discovery:
+def discover(
+    wanted: Sequence[str] = (),
+    sources: AgentSources | None = None,
+    served: Callable[[Path], Set[str]] = lambda _: frozenset(),
+) -> Discovery:
     """Finds the endpoints of agents and determines which are alive.
 
     Args:
         wanted: names, globs, `ipc://` or `tcp://` addresses, socket paths or discovery URLs; empty means every agent of
             the socket directory.
         sources: asked for the agents that discovery URLs name; required if there are such URLs.
+        served: returns the names of the agents that the observer of the socket directory serves; asked if there are
+            many, because they need not be probed.
 
     Raises:
         CliError: an address has another scheme, or the socket directory may not be read.
     """
     found = Discovery(socket_dir())
     directories: dict[Path, Set[int]] = {}
-    for endpoint in _select(wanted, found, sources):
-        if endpoint.path is None:
+    selected = _select(wanted, found, sources)
+    observed = served(found.directory) if len(selected) > _PROBED_SINGLY else frozenset()
+    for endpoint in selected:
+        if endpoint.path is None or (endpoint.name in observed and endpoint.path.parent == found.directory):
             found.live.append(endpoint)
-            continue
-        if (pid := stopped_pid(endpoint.path)) is not None:
-            found.stopped.append(endpoint)
-            found.faults.append(stopped(endpoint.name, pid))
             continue
         try:
             if (trusted := directories.get(endpoint.path.parent)) is None:
@@ -142,6 +144,8 @@ def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) ->
         match code:
             case 0:
                 found.live.append(endpoint)
+            case errno.ECONNREFUSED if agent_pid(endpoint.path) is not None:
+                found.live.append(endpoint)  # its observer was killed, and another one will serve it
             case errno.ECONNREFUSED if not endpoint.named:
                 found.stale.append(endpoint)
             case errno.ECONNREFUSED:
@@ -154,7 +158,7 @@ def discover(wanted: Sequence[str] = (), sources: AgentSources | None = None) ->
             case errno.ENOENT if not endpoint.named:
                 pass  # it ended after the directory was listed
             case errno.ENOENT:
-                text = f"there is no socket {endpoint.path}"
+                text = f"there is no socket {endpoint.path}{near(endpoint.name, _listed(endpoint.path.parent))}"
                 found.faults.append(Fault(endpoint.name, FaultCode.UNREACHABLE, text))
             case errno.EACCES | errno.EPERM:
                 text = f"{endpoint.path} belongs to another user: run kvctl as the user who runs the agent"
@@ -275,23 +279,29 @@ def probe(path: Path, trusted: Set[int] | None = None) -> int:
     return 0
 
 
-def stopped_pid(socket: Path) -> int | None:
-    """Returns the PID of the process that serves an admin socket if it is stopped.
+def agent_pid(socket: Path) -> int | None:
+    """Returns the PID of the process of the agent with this admin socket, which an observer may serve in its place.
 
-    Returns None if the process is running, has ended, or is in another PID namespace.
+    Returns None if the process has ended, or is in another PID namespace.
     """
     lock = lock_path(socket)
     try:
         with lock.open("rb") as file:
             pid = int(file.readline(_MAX_PID_BYTES))
-        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        if not words or words[0] not in _STOPPED_STATES:
-            return None
         status = lock.stat()
         # The number belongs to another process if the agent has ended or is in another PID namespace.
         return pid if any(os.path.samestat(status, each) for each in _open_files(pid)) else None
     except (OSError, ValueError):
         return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, as by SIGSTOP."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return bool(words) and words[0] in _STOPPED_STATES
 
 
 def _open_files(pid: int) -> Iterator[os.stat_result]:

@@ -2,6 +2,7 @@
 
 Each agent is a connection of that socket, addressed by a routing id of ours, so that an agent costs one file descriptor
 and a poll costs the same for one agent as for a thousand. Agents on TCP share a second socket, which has the keys.
+Agents of an observer that was asked for its agents (`Fanout.use_observer`) share one connection, that of the observer.
 
 Requests to one agent are pipelined, so that a command takes one round trip. Agents are asked in a sliding window: an
 agent leaves it when it has answered or has been silent for a while, so that the silence of some delays nobody else's
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,21 +29,26 @@ import orjson
 import zmq
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint, probe, stopped_pid
+from kvctl.client.endpoints import Endpoint, agent_pid, is_stopped, probe
 from kvctl.client.faults import Fault, FaultCode, stopped, timed_out
 from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.contract import resolver
 from kvctl_agent.contract.addresses import parse_endpoint
-from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
-from kvctl_agent.contract.sockets import UntrustedPathError, shortage
+from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, RELAY_SOCKET, ErrorCode
+from kvctl_agent.host import resolver
+from kvctl_agent.host.sockets import UntrustedPathError, shortage
 
 _DESCRIPTORS_OF_KVCTL = 64
 _DESCRIPTORS_OF_ZMQ = 16  # context, sockets and monitor; libzmq aborts if it gets only some of them
 _WINDOW = 256  # agents that have been asked and are expected to answer soon; bounds the replies that wait to be read
 _EXPECTED_NS = 250_000_000  # an agent that takes longer leaves the window, and others are asked
-_HIGH_WATER = 1000  # replies of one agent that wait to be read
+_HIGH_WATER = 1000  # replies over one connection that wait to be read
+_HELLO = Call("hello")
+_NAMES_NS = 1_000_000_000  # for an observer to name its agents
+SHORTEST_PAUSE_NS = 1_000_000_000
+LONGEST_PAUSE_NS = 16_000_000_000
+"""Bounds of the pauses after which a silent agent or observer is asked again."""
 _RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
 _LOOK_UP_MS = 5
 _SILENCE_MS = 100  # without any answer, after which agents are checked for having ended
@@ -94,8 +101,15 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Pending:
+    """A request without a reply.
+
+    Attributes:
+        carrier: whose connection it takes: that of the agent itself, or of its observer.
+    """
+
     index: int
     flight: _Flight
+    carrier: Endpoint
     call: Call
     sent_at_ns: int
     started_ns: int
@@ -115,6 +129,7 @@ class _Round:
         open: agents with pending requests.
         window: agents in the order in which they leave the window, some of which have left it already.
         expected: number of agents in the window.
+        refused: ids of requests that an observer has refused and that the agents themselves have not been sent yet.
     """
 
     replies: dict[int, Reply] = field(default_factory=dict)
@@ -122,6 +137,7 @@ class _Round:
     open: dict[Endpoint, _Flight] = field(default_factory=dict)
     window: deque[_Flight] = field(default_factory=deque)
     expected: int = 0
+    refused: deque[bytes] = field(default_factory=deque)
 
     def begin(self, flight: _Flight) -> None:
         """Adds an agent to which requests are about to be sent."""
@@ -233,6 +249,9 @@ class Fanout:
         self._by_route: dict[bytes, Endpoint] = {}
         self._by_address: dict[str, Endpoint] = {}  # as libzmq knows them, with IP addresses instead of names
         self._numeric: dict[Endpoint, str] = {}
+        self._observers: dict[Path | None, tuple[Endpoint, Set[str]]] = {}  # by directory, with their agents' names
+        self._pauses: dict[Path, tuple[int, int]] = {}  # of observers that do not answer: when it ends, and its length
+        self._carriers: dict[Endpoint, Endpoint] = {}  # endpoints whose connections requests to agents take
         self._ids = itertools.count(1)
 
     def __enter__(self) -> Fanout:
@@ -254,6 +273,35 @@ class Fanout:
             with contextlib.suppress(zmq.ZMQError):  # libzmq has closed it
                 self._sockets[bool(endpoint.remote)].disconnect(address)
 
+    def use_observer(self, directory: Path, timeout_ns: int) -> Set[str]:
+        """Returns the names of the agents that the observer of a socket directory serves; empty without an observer.
+
+        From now on these are asked over its connection, until the next call. An observer that does not answer, as one
+        that is stopped, is asked again after growing pauses, so that it does not cost every call a time limit.
+        """
+        self._observers.pop(directory, None)
+        self._carriers.clear()
+        due_ns, pause_ns = self._pauses.get(directory, (0, 0))
+        if time.monotonic_ns() < due_ns:
+            return frozenset()
+        observer = Endpoint(RELAY_SOCKET, directory / RELAY_SOCKET)
+        try:
+            if probe(directory / RELAY_SOCKET):
+                return frozenset()
+        except OSError:  # another user could have put the socket there
+            return frozenset()
+        (reply,) = self.ask([(observer, _HELLO)], min(_NAMES_NS, timeout_ns))
+        if not isinstance(reply.data, list):
+            self.forget(observer)
+            pause_ns = min(max(SHORTEST_PAUSE_NS, 2 * pause_ns), LONGEST_PAUSE_NS)
+            self._pauses[directory] = time.monotonic_ns() + pause_ns, pause_ns
+            return frozenset()
+        self._pauses.pop(directory, None)
+        names = {name for name in reply.data if isinstance(name, str)}
+        self._observers[directory] = observer, names
+        self._carriers.clear()
+        return names
+
     def ask(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> list[Reply]:
         """Sends all requests and waits for the replies of each agent for at most `timeout_ns`.
 
@@ -270,7 +318,8 @@ class Fanout:
         by_endpoint: dict[Endpoint, list[tuple[int, Call]]] = {}
         for index, (endpoint, call) in enumerate(requests):
             by_endpoint.setdefault(endpoint, []).append((index, call))
-        most = self._connections_allowed(by_endpoint.keys())
+        # An observer may refuse requests, which the agents themselves are sent then.
+        most = self._connections_allowed(by_endpoint.keys() | {self._carrier(endpoint) for endpoint in by_endpoint})
         names = {each: host for each in by_endpoint if each not in self._routes and (host := _name_of(each))}
         waiting = deque(each for each in by_endpoint if each not in names)
         if names:
@@ -300,6 +349,7 @@ class Fanout:
                     address = parse_endpoint(endpoint.remote)._replace(host=answer.addresses[0])
                     self._numeric[endpoint] = str(address)
                     waiting.append(endpoint)
+            self._send_refused(most, progress)
             while waiting and progress.expected < _WINDOW and self._make_room(waiting[0], most, progress):
                 endpoint = waiting.popleft()
                 self._send(endpoint, by_endpoint[endpoint], bodies, progress, expected_ns)
@@ -315,24 +365,44 @@ class Fanout:
         expected_ns: int,
     ) -> None:
         """Sends all requests to one agent; `bodies` has the encoded calls by identity."""
-        route, socket = self._route(endpoint), self._sockets[bool(endpoint.remote)]
         request_ids = self._begin(endpoint, calls, progress, expected_ns)
         for request_id, (_, call) in zip(request_ids, calls, strict=True):
             body = bodies.get(id(call))
             if body is None:
-                body = bodies[id(call)] = orjson.dumps({"cmd": call.command, "args": call.args})
-            try:
-                for part in (route, MAGIC, request_id):
-                    socket.send(part, _MORE)
-                socket.send(body, _LAST)
-            except zmq.Again:
-                text = "its queue is full of unanswered requests"
-                progress.end(request_id, _fault_reply(progress.pending[request_id], FaultCode.TIMEOUT, text))
-            except zmq.ZMQError:  # no route: libzmq has just closed the connection, and has told its monitor why
-                self._fail_closed(progress)
-                progress.fail(endpoint, FaultCode.UNREACHABLE, "closed the connection before it was asked")
-                self.forget(endpoint)
+                body = bodies[id(call)] = _body(call)
+            if not self._put(request_id, body, progress):
                 return
+
+    def _put(self, request_id: bytes, body: bytes, progress: _Round) -> bool:
+        """Sends a pending request; returns whether the connection takes more."""
+        endpoint, carrier = progress.pending[request_id].endpoint, progress.pending[request_id].carrier
+        frames = [self._route(carrier), MAGIC, request_id, body]
+        if carrier != endpoint:
+            frames.append(endpoint.name.encode(errors="surrogateescape"))
+        elif endpoint.path is not None and endpoint.path.name == RELAY_SOCKET:
+            frames.append(b"")
+        socket = self._sockets[bool(carrier.remote)]
+        try:
+            for frame in frames[:-1]:
+                socket.send(frame, _MORE)
+            socket.send(frames[-1], _LAST)
+        except zmq.Again:
+            text = "its queue is full of unanswered requests"
+            progress.end(request_id, _fault_reply(progress.pending[request_id], FaultCode.TIMEOUT, text))
+        except zmq.ZMQError:  # no route: libzmq has just closed the connection, and has told its monitor why
+            self._fail_closed(progress)
+            progress.fail(endpoint, FaultCode.UNREACHABLE, "closed the connection before it was asked")
+            self.forget(carrier)
+            return False
+        return True
+
+    def _carrier(self, endpoint: Endpoint) -> Endpoint:
+        """Returns whose connection requests to an agent take."""
+        carrier = self._carriers.get(endpoint)
+        if carrier is None:
+            observer, names = self._observers.get(endpoint.path.parent if endpoint.path else None, (endpoint, ()))
+            carrier = self._carriers[endpoint] = observer if endpoint.name in names else endpoint
+        return carrier
 
     def _begin(
         self, endpoint: Endpoint, calls: Sequence[tuple[int, Call]], progress: _Round, expected_ns: int
@@ -341,8 +411,9 @@ class Fanout:
         request_ids = [b"%d" % next(self._ids) for _ in calls]
         flight = _Flight(endpoint, set(request_ids), time.monotonic_ns() + expected_ns)
         progress.begin(flight)
+        carrier = self._carrier(endpoint)
         for request_id, (index, call) in zip(request_ids, calls, strict=True):
-            progress.pending[request_id] = _Pending(index, flight, call, time.time_ns(), time.monotonic_ns())
+            progress.pending[request_id] = _Pending(index, flight, carrier, call, time.time_ns(), time.monotonic_ns())
         return request_ids
 
     def _fail(
@@ -379,8 +450,13 @@ class Fanout:
             poller.register(self._handshakes.socket, zmq.POLLIN)
         ready = poller.poll(min(wait_ms, most_ms))
         if not ready and most_ms == _SILENCE_MS:
-            for endpoint in list(progress.open):
-                if (fault := _ended_or_stopped(endpoint)) is not None:
+            carriers = {each.carrier for each in progress.pending.values() if each.carrier != each.endpoint}
+            serving = {carrier for carrier in carriers if _ended(carrier) is None}
+            for endpoint, flight in list(progress.open.items()):
+                served = any(progress.pending[request_id].carrier in serving for request_id in flight.left)
+                if served and endpoint.path is not None and endpoint.path.exists():
+                    continue
+                if (fault := _ended(endpoint)) is not None:
                     progress.fail(endpoint, fault.code, fault.message)
         for socket, _ in ready:
             if self._handshakes is not None and socket is self._handshakes.socket:
@@ -411,6 +487,8 @@ class Fanout:
             route = b"kvctl-%d" % next(self._ids)
             socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
             socket.ipv6 = "[" in address
+            # What waits for an observer is bounded by the window: some requests to each of these agents.
+            socket.setsockopt(zmq.SNDHWM, 0 if endpoint.name == RELAY_SOCKET else _HIGH_WATER)
             try:
                 socket.connect(address)
             except zmq.ZMQError as error:
@@ -456,13 +534,14 @@ class Fanout:
 
     def _make_room(self, endpoint: Endpoint, most: int, progress: _Round) -> bool:
         """Returns whether a connection to `endpoint` exists or may be opened; closes an idle one for that."""
-        if endpoint in self._routes:
+        if self._carrier(endpoint) in self._routes:
             return True
         if self._by_address.get(self._numeric.get(endpoint, endpoint.address)) in progress.open:
             return False  # two names of one agent: libzmq could not close one of the connections
         if len(self._routes) < most:
             return True
-        idle = next((each for each in self._routes if each not in progress.open), None)
+        busy = {each.carrier for each in progress.pending.values()}
+        idle = next((each for each in self._routes if each not in busy), None)
         if idle is not None:
             self.forget(idle)
         return idle is not None
@@ -481,8 +560,32 @@ class Fanout:
                 progress.fail(endpoint, FaultCode.PROTOCOL, text)
                 continue
             answered = progress.pending.get(frames[1])
-            if answered is not None and answered.endpoint == endpoint:
-                progress.end(frames[1], _decoded(answered, frames[2]))
+            if answered is None or answered.carrier != endpoint:
+                continue
+            reply = _decoded(answered, frames[2])
+            refused = reply.fault is not None and reply.fault.code == ErrorCode.UNKNOWN_AGENT
+            if refused and answered.carrier != answered.endpoint:
+                answered.carrier = self._carriers[answered.endpoint] = answered.endpoint
+                progress.refused.append(frames[1])
+            else:
+                progress.end(frames[1], reply)
+
+    def _send_refused(self, most: int, progress: _Round) -> None:
+        """Sends requests for agents that their observer serves no more to these, over connections of their own.
+
+        Requests that the observer has taken before are not sent again: an action would be carried out twice.
+        """
+        while progress.refused:
+            refused = progress.pending.get(progress.refused[0])
+            if refused is not None and not self._make_room(refused.endpoint, most, progress):
+                return
+            request_id = progress.refused.popleft()
+            if refused is not None:
+                self._put(request_id, _body(refused.call), progress)
+
+
+def _body(call: Call) -> bytes:
+    return orjson.dumps({"cmd": call.command, "args": call.args})
 
 
 def _decoded(waiting: _Pending, body: bytes) -> Reply:
@@ -499,23 +602,28 @@ def _decoded(waiting: _Pending, body: bytes) -> Reply:
     return _fault_reply(waiting, ErrorCode.PROTOCOL, text)
 
 
-def _ended_or_stopped(endpoint: Endpoint) -> Fault | None:
-    """Returns the fault of a local agent whose process has ended or is stopped; None otherwise."""
+def _ended(endpoint: Endpoint) -> Fault | None:
+    """Returns the fault of a local agent that nobody serves any more; None otherwise."""
     if endpoint.path is None:
         return None
-    if (pid := stopped_pid(endpoint.path)) is not None:
-        return stopped(endpoint.name, pid)
     try:
         code = probe(endpoint.path)
     except UntrustedPathError as error:
         return Fault(endpoint.name, FaultCode.NOT_PERMITTED, str(error))
-    if code in (errno.ECONNREFUSED, errno.ENOENT):
+    except OSError:  # without a free descriptor nobody can say
+        return None
+    if code in (errno.ECONNREFUSED, errno.ENOENT) and agent_pid(endpoint.path) is None:
         return Fault(endpoint.name, FaultCode.UNREACHABLE, "its process ended before it answered")
     return None
 
 
 def _timeout_fault(endpoint: Endpoint, timeout_ns: int) -> Fault:
-    return _ended_or_stopped(endpoint) or timed_out(endpoint.name, timeout_ns, local=endpoint.path is not None)
+    local = endpoint.path is not None
+    if endpoint.path is not None and (pid := agent_pid(endpoint.path)) is not None and is_stopped(pid):
+        return stopped(endpoint.name, pid)
+    if local and (text := shortage(1)) is not None:
+        return Fault(endpoint.name, FaultCode.TIMEOUT, f"was not reached: {text}")
+    return _ended(endpoint) or timed_out(endpoint.name, timeout_ns, local=local)
 
 
 def _name_of(endpoint: Endpoint) -> str:

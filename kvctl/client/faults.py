@@ -27,12 +27,21 @@ class FaultCode(StrEnum):
 class Fault:
     """The reason why one agent did not answer a request; an entry of `errors` in JSON output.
 
-    `code` is a `FaultCode` or an `ErrorCode` of the agent; `agent` is "" if the fault is not one agent's.
+    `code` is a `FaultCode` or an `ErrorCode` of the agent; `agent` is "" if the fault is not one agent's. `message` has
+    the problem, and after "; " the remedy, if one is known.
     """
 
     agent: str
     code: str
     message: str
+
+    @property
+    def problem(self) -> str:
+        return self.message.partition("; ")[0]
+
+    @property
+    def remedy(self) -> str:
+        return self.message.partition("; ")[2]
 
     @property
     def text(self) -> str:
@@ -45,17 +54,14 @@ SILENT = frozenset({FaultCode.TIMEOUT.value, FaultCode.STOPPED.value, FaultCode.
 
 
 def stopped(agent: str, pid: int) -> Fault:
-    """Returns the fault of an agent whose process is stopped.
-
-    The message has the problem before the semicolon and the remedy after it.
-    """
+    """Returns the fault of an agent whose process is stopped."""
     return Fault(agent, FaultCode.STOPPED, f"its process {pid} is stopped; `kill -CONT {pid}` lets it go on")
 
 
 def timed_out(agent: str, timeout_ns: int, *, local: bool) -> Fault:
     """Returns the fault of an agent that did not answer in time; a local one whose process is known to run.
 
-    The message has what was observed before the colon, what it can mean, and the remedy after the semicolon.
+    The problem has what was observed before the colon, and what it can mean after it.
     """
     means = "busy or hung" if local else "busy, stopped, hung or cut off"
     wait = f"`kvctl agents --timeout {max(10.0, 5 * timeout_ns / 1e9):g}s` waits longer"

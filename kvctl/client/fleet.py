@@ -6,23 +6,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, estimate, shared
 from kvctl.client.discovery.source import AgentSources, ago
-from kvctl.client.endpoints import Discovery, Endpoint, discover, matches
-from kvctl.client.fanout import Fanout, Reply
+from kvctl.client.endpoints import Discovery, Endpoint, discover, is_address, matches
+from kvctl.client.fanout import LONGEST_PAUSE_NS, SHORTEST_PAUSE_NS, Fanout, Reply
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.health_reads import BRIEF, BRIEF_ABOVE, HEALTH_CALLS, expand, rows_of
 from kvctl.client.keys import NO_KEYS, KeyNames
-from kvctl.client.names import matches_name, told_apart
+from kvctl.client.names import few_commas, matches_name, told_apart
+from kvctl.client.observer import restart_observer
 from kvctl.client.renaming import Identity, Renaming, mentioned, peer_names
 from kvctl_agent.contract.addresses import host_of
-from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode
-from kvctl_agent.contract.snapshots import Hello
+from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode, socket_dir
 from kvctl_agent.contract.values import near
+
+if TYPE_CHECKING:
+    from kvctl_agent.contract.snapshots import Hello
 
 _HELLO = Call("hello")
 _STATUS = Call("status")
@@ -60,6 +64,12 @@ class AgentAnswer:
     @property
     def name(self) -> str:
         return self.hello["name"]
+
+    @property
+    def ended_ns(self) -> int | None:
+        """Time since its process ended, for which an observer answers with what it left; None: it has not ended."""
+        age_ns = self.hello.get("ended_age_ns")
+        return age_ns if isinstance(age_ns, int) else None
 
     @property
     def process(self) -> tuple[str, str, int, str]:
@@ -137,11 +147,11 @@ def room_rows(data: Mapping[str, Any], command: str) -> Sequence[Any]:
 
 
 _VANISHED_SHOWN = 3
+_ENDED_SHOWN = 4
 _DISCOVERY_REST = 100
 _CHEAP_DISCOVERY_NS = 10_000_000
 _PROBE_NS = 300_000_000
-_SHORTEST_PAUSE_NS = 1_000_000_000
-_LONGEST_PAUSE_NS = 16_000_000_000
+_RESTART_PAUSE_NS = 10_000_000_000
 
 Ask = Callable[[Sequence[tuple[Endpoint, Call]]], list[Reply]]
 
@@ -185,6 +195,7 @@ class Fleet:
         self._discovery_ns = discovery_ns
         self._discovery_due_ns = self._earliest_discovery_ns = 0
         self._silences: dict[Endpoint, _Silence] = {}
+        self._restart_due_ns = 0  # of the observer of this host, if it was killed
         self._hellos: dict[Endpoint, AgentAnswer | Fault] = {}
         self._sources = AgentSources(keys, timeout_ns)
 
@@ -236,7 +247,12 @@ class Fleet:
     def _discover(self, now: int) -> None:
         """Discovers the agents; where that takes long, as in large fleets, it takes at most a hundredth of a core."""
         began = time.thread_time_ns()
-        self._found, self._hellos = discover(self._endpoints, self._sources), {}
+        local = not self._endpoints or not all(map(is_address, self._endpoints))
+        if local and now >= self._restart_due_ns:
+            self._restart_due_ns = now + _RESTART_PAUSE_NS
+            restart_observer(socket_dir())
+        use_observer = partial(self._fanout.use_observer, timeout_ns=self.timeout_ns)
+        self._found, self._hellos = discover(self._endpoints, self._sources, use_observer), {}
         cost_ns = time.thread_time_ns() - began
         rest = cost_ns * _DISCOVERY_REST if self._discovery_ns and cost_ns > _CHEAP_DISCOVERY_NS else 0
         self._earliest_discovery_ns = now + rest
@@ -256,7 +272,7 @@ class Fleet:
                 del self._silences[reply.endpoint]
                 self._hellos.pop(reply.endpoint, None)
             else:
-                pause_ns = min(2 * self._silences[reply.endpoint].pause_ns, _LONGEST_PAUSE_NS)
+                pause_ns = min(2 * self._silences[reply.endpoint].pause_ns, LONGEST_PAUSE_NS)
                 fault = self._silences[reply.endpoint].fault
                 self._silences[reply.endpoint] = _Silence(fault, time.monotonic_ns() + pause_ns, pause_ns)
                 self._fanout.forget(reply.endpoint)
@@ -271,8 +287,8 @@ class Fleet:
         replies = self._fanout.ask(requests, self.timeout_ns)
         for reply in replies:
             if reply.fault is not None and reply.fault.code in SILENT:
-                due_ns = time.monotonic_ns() + _SHORTEST_PAUSE_NS
-                self._silences[reply.endpoint] = _Silence(reply.fault, due_ns, _SHORTEST_PAUSE_NS)
+                due_ns = time.monotonic_ns() + SHORTEST_PAUSE_NS
+                self._silences[reply.endpoint] = _Silence(reply.fault, due_ns, SHORTEST_PAUSE_NS)
                 if reply.call == _HELLO:
                     self._fanout.forget(reply.endpoint)
         return replies
@@ -358,14 +374,34 @@ def gather(
     if BRIEF in calls:
         for reply in expand(survey, ask):
             faults[reply.endpoint] += [] if reply.fault is None else [reply.fault]
+    _name_ended([*survey.agents, *filtered])
     rename_duplicates(survey.agents, ask, filtered)
     _name_unusable(survey, filtered)
     for agent in survey.agents:
         survey.faults += [replace(fault, agent=agent.name) for fault in dict.fromkeys(faults[agent.endpoint])]
     survey.agents.sort(key=lambda agent: agent.name)
+    survey.remarks += _ended_remark(survey.agents)
     survey.hosts = _known_hosts(survey)
     share_clocks(survey.agents)
     return survey
+
+
+def _name_ended(agents: Sequence[AgentAnswer]) -> None:
+    """Calls agents that have ended, and whose name another agent has now, as their sockets are called."""
+    for agent in agents:
+        if agent.ended_ns is not None and agent.endpoint.path is not None and agent.endpoint.name != agent.own_name:
+            names = {agent.own_name: agent.endpoint.name}
+            renaming = Renaming(names.keys(), names.__getitem__)
+            agent.hello = {**agent.hello, "name": agent.endpoint.name}
+            agent.own_name = agent.endpoint.name
+            agent.data = {command: renaming.answer(command, data) for command, data in agent.data.items()}
+
+
+def _ended_remark(agents: Sequence[AgentAnswer]) -> list[str]:
+    """Returns a sentence about the agents that have ended, whose answers describe their end; [] without any."""
+    ended = [f"{agent.name} ended {ago(agent.ended_ns)} ago" for agent in agents if agent.ended_ns is not None]
+    them = "it" if len(ended) == 1 else "them"
+    return [f"{few_commas(ended, _ENDED_SHOWN)}: what is shown of {them} is as of then"] if ended else []
 
 
 def share_clocks(agents: Sequence[AgentAnswer]) -> None:
@@ -383,6 +419,7 @@ def _named(
     """
     answered = [known.without_answers() for endpoint in live if isinstance(known := hellos[endpoint], AgentAnswer)]
     agents = list({agent.process: agent for agent in reversed(answered)}.values())[::-1]
+    _name_ended(agents)
     rename_duplicates(agents)
     chosen = [agent for agent in agents if any(matches_name(each, agent.name, agent.own_name) for each in names)]
     silent = len(live) + len(survey.unusable) - len(answered)
@@ -414,7 +451,7 @@ def _known_hosts(survey: Survey) -> dict[str, str]:
     address, or the one that its peers report for this address, unless several hosts share it; else the address.
     """
     found = {agent.name: agent.host for agent in survey.agents}
-    endpoints = [*survey.discovery.live, *survey.discovery.stale, *survey.discovery.stopped]
+    endpoints = [*survey.discovery.live, *survey.discovery.stale]
     answered = {agent.endpoint for agent in survey.agents}
     silent = [endpoint for endpoint in endpoints if endpoint not in answered]
     if not silent:
@@ -438,7 +475,7 @@ def _agent(hello: Reply) -> AgentAnswer | Fault:
     fault = hello.fault or _protocol_fault(hello.endpoint, hello.data)
     if fault is not None:
         return fault
-    answer = cast(Hello, hello.data)
+    answer = cast("Hello", hello.data)
     clock = estimate(hello.sent_at_ns, hello.received_at_ns, answer["now_ns"])
     return AgentAnswer(hello.endpoint, answer, hello.rtt_ns, clock)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.contract.keys import SECRET_SUFFIX, KeyFileError, KeyPair, keys_dir, read_pair, read_public
+from kvctl_agent.host.keys import SECRET_SUFFIX, KeyFileError, KeyPair, keys_dir, read_pair, read_public
 
 if TYPE_CHECKING:
     import zmq

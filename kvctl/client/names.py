@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+_REPLACED = ".ended-"
 _DIGITS = 6
 _MOST_HOSTS = 4
 _MOST_NAMES = 16
@@ -47,6 +48,15 @@ def told_apart(agents: Sequence[tuple[str, str, str]]) -> list[str]:
         else f"{name}#{incarnation[-_DIGITS:]}"
         for name, host, incarnation in agents
     ]
+
+
+def replaced_by(name: str) -> str:
+    """Returns the name that an ended agent had, which another agent has now: `decode-0` for `decode-0.ended-4711`.
+
+    "" if `name` is not that of such an agent.
+    """
+    before, replaced, pid = name.rpartition(_REPLACED)
+    return before if replaced and pid.isdecimal() else ""
 
 
 def matches_name(wanted: str, *names: str) -> bool:

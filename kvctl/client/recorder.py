@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
-import errno
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from kvctl.client.atomic_file import atomic_file
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
@@ -110,7 +108,7 @@ def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
     saving = Saving(fleet.survey())
     if saving.survey.agents:
         try:
-            with whole_file(path) as file:
+            with atomic_file(path) as file:
                 write_recording(file, fleet, saving, series)
         except OSError as error:
             raise CliError(f"cannot write {path}: {error.strerror or error}") from error
@@ -216,7 +214,11 @@ class _InputPages:
 
 def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
     agents = zip(saving.survey.agents, saving.saved, strict=True)
-    waiting = [_InputPages(agent.endpoint, number, saved) for number, (agent, saved) in enumerate(agents)]
+    waiting = [
+        _InputPages(agent.endpoint, number, saved)
+        for number, (agent, saved) in enumerate(agents)
+        if agent.ended_ns is None  # its machine's inputs ended with it
+    ]
     while waiting:
         requests = [(each.endpoint, Call(_INPUTS, {"since": each.since, "until": each.until})) for each in waiting]
         unfinished: list[_InputPages] = []
@@ -251,29 +253,6 @@ def _take_page(each: _InputPages, reply: Reply, writer: _Writer) -> Fault | None
         text = f"answered {_INPUTS} with what this kvctl does not understand: {error}"
         return Fault(each.endpoint.name, FaultCode.PROTOCOL, text)
     return None
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a new private file that is renamed to `path` once it is complete and synced; on failure it is removed.
-
-    Raises:
-        OSError: the file cannot be written, or `path` exists and is not a regular file.
-    """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EEXIST, "it exists and is not a regular file")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(slots=True)

@@ -263,14 +263,21 @@ def load(path: Path) -> SnapshotReader:
         CliError: the file is damaged or has no snapshot (exit 1), may not be read (exit 5), or has another version
             (exit 6).
     """
-    with file_errors(path), path.open("rb") as file:
-        packed = _snapshots(io.BytesIO(bundles.recording(file)) if bundles.is_bundle(file) else file)
+    with opened(path) as file:
+        packed = _snapshots(file)
     if not packed:
         raise CliError(
             f"{path}: it has inputs of state machines only and no snapshot of a fleet: kvctl replay reads it; "
             "kvctl record of this version saves both"
         )
     return SnapshotReader(path, packed)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a recording, or the recording in a bundle; raises CliErrors as `file_errors` does."""
+    with file_errors(path), path.open("rb") as file:
+        yield io.BytesIO(bundles.recording(file)) if bundles.is_bundle(file) else file
 
 
 @contextmanager

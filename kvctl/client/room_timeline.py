@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvctl.client.clock import ClockOffset
-from kvctl_agent.contract.snapshots import Failure, OwedParts, RoomDetail
 from kvctl_agent.contract.states import STAGES, STATE_LABELS
+
+if TYPE_CHECKING:
+    from kvctl_agent.contract.snapshots import Failure, OwedParts, RoomDetail
 
 _NO_NONCE = "0"  # reported by a prefill rank before a decode rank has opened the room
 
@@ -111,7 +113,10 @@ class RoomTimeline:
 
 
 def join(
-    details: Iterable[RoomDetail], clocks: Mapping[str, ClockOffset], hosts: Mapping[str, str] | None = None
+    details: Iterable[RoomDetail],
+    clocks: Mapping[str, ClockOffset],
+    hosts: Mapping[str, str] | None = None,
+    silent: Mapping[str, str] | None = None,
 ) -> list[RoomTimeline]:
     """Joins the answers about one room number; returns one timeline for each use of the number, newest first.
 
@@ -119,9 +124,10 @@ def join(
         details: answers of all ranks to `room`.
         clocks: clock offset of each agent, by name.
         hosts: host of each agent, by name.
+        silent: why agents did not answer, by name.
     """
     shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
-    rooms = [_join_one(ranks, clocks, shifts, hosts or {}) for ranks in _uses(details, shifts)]
+    rooms = [_join_one(ranks, clocks, shifts, hosts or {}, silent or {}) for ranks in _uses(details, shifts)]
     return sorted(rooms, key=lambda room: room.started_at_ns, reverse=True)
 
 
@@ -188,7 +194,11 @@ def _marks(detail: RoomDetail) -> set[Hashable]:
 
 
 def _join_one(
-    ranks: list[RoomDetail], clocks: Mapping[str, ClockOffset], shifts: Mapping[str, int], hosts: Mapping[str, str]
+    ranks: list[RoomDetail],
+    clocks: Mapping[str, ClockOffset],
+    shifts: Mapping[str, int],
+    hosts: Mapping[str, str],
+    silent: Mapping[str, str],
 ) -> RoomTimeline:
     ranks = sorted(ranks, key=lambda rank: (rank["role"] != "prefill", rank["agent"]))
     events: list[dict[str, Any]] = [
@@ -220,11 +230,13 @@ def _join_one(
         timeline=timeline,
         parts=_parts(events, {rank["agent"]: rank["role"] for rank in ranks}),
         failure=failure,
-        missing_parts=_missing_parts(ranks, clocks),
+        missing_parts=_missing_parts(ranks, clocks, silent),
     )
 
 
-def _missing_parts(ranks: Sequence[RoomDetail], answered: Container[str]) -> list[MissingParts]:
+def _missing_parts(
+    ranks: Sequence[RoomDetail], answered: Container[str], silent: Mapping[str, str]
+) -> list[MissingParts]:
     """Returns the parts that decode ranks are missing, each with the reason that its writer reports, oldest first.
 
     For a decode rank that did not answer, the parts are those that its writers report.
@@ -232,6 +244,7 @@ def _missing_parts(ranks: Sequence[RoomDetail], answered: Container[str]) -> lis
     Args:
         ranks: answers of the ranks that know the room.
         answered: names of all agents that answered.
+        silent: why others did not, by name.
     """
     by_name = {rank["agent"]: rank for rank in ranks}
     found: list[MissingParts] = []
@@ -245,7 +258,10 @@ def _missing_parts(ranks: Sequence[RoomDetail], answered: Container[str]) -> lis
                 continue
             writer = by_name.get(owed["writer"])
             if writer is None or writer["failure"] is not None:
-                unknown = "does not know the room" if owed["writer"] in answered else "was not asked or did not answer"
+                reason = "was not asked or did not answer"
+                if owed["writer"] in silent:
+                    reason = f"does not answer: {silent[owed['writer']]}"
+                unknown = "does not know the room" if owed["writer"] in answered else reason
                 found.append(_missing_part(owed, "has failed the room" if writer else unknown))
                 continue
             own = [each for each in writer.get("owed_parts", ()) if each["decode"] == rank["agent"]]

@@ -10,18 +10,19 @@ import click
 
 from kvctl.client.discovery import is_url, memory
 from kvctl.client.faults import Fault, FaultCode
-from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.client.fleet import AgentAnswer, Survey
+from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import live_only, run
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
+from kvctl.health.halted_agents import halt
 from kvctl.render import palette
 from kvctl.render.report import Report
 from kvctl.render.view import Column, Kind, View, Width
-from kvctl_agent.contract import sockets
 from kvctl_agent.contract.admin import socket_dir
+from kvctl_agent.host import sockets
 
 _CLOCK_ROUNDS = 3
 _LOCK_TIMEOUT_S = 5.0
@@ -32,22 +33,28 @@ AGENTS = View(
         Column("agent"),
         Column(
             "state",
+            help="ok, draining, stopped (its process is), starved (its control loop does not run), ended (its process "
+            "has, and its observer keeps what it left), stale (it has ended and left only its socket), vanished, or an "
+            "error.",
             styles=palette.AGENT_STATES,
-            help="ok, draining, stale (its process has ended), vanished, or an error.",
         ),
         Column("role", styles=palette.ROLES),
         Column("host", width=Width.NORMAL),
-        Column("rtt", kind=Kind.DURATION),
-        Column("uptime", kind=Kind.DURATION),
-        Column("vanished", kind=Kind.DURATION, width=Width.WIDE, help="Time since its source last named the agent."),
+        Column("rtt", Kind.DURATION),
+        Column("uptime", Kind.DURATION),
+        Column("ended_age", Kind.DURATION, Width.WIDE, "Time since its process ended."),
+        Column("vanished", Kind.DURATION, Width.WIDE, "Time since its source last named the agent."),
         Column("version"),
-        Column("pid", kind=Kind.ID),
+        Column("pid", Kind.ID),
         Column("incarnation", width=Width.NORMAL),
-        Column("clock_offset", kind=Kind.DURATION, width=Width.WIDE),
-        Column("clock_error", kind=Kind.DURATION, width=Width.WIDE),
-        Column("protocol", kind=Kind.LIST, width=Width.WIDE),
+        Column("clock_offset", Kind.DURATION, Width.WIDE),
+        Column("clock_error", Kind.DURATION, Width.WIDE),
+        Column("protocol", Kind.LIST, Width.WIDE),
+        Column(
+            "observer", width=Width.WIDE, help="What answers for it: a process of its own, or a thread of the worker."
+        ),
         Column("level", width=Width.WIDE, help="Permission of this client: read, operate or admin."),
-        Column("capabilities", kind=Kind.LIST, width=Width.WIDE, help="Features of its build and configuration."),
+        Column("capabilities", Kind.LIST, Width.WIDE, "Features of its build and configuration."),
         Column("endpoint", width=Width.WIDE),
     ),
     sort=("agent",),
@@ -55,33 +62,33 @@ AGENTS = View(
 )
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=AGENTS,
     examples=[
         ("Agents of this machine", "kvctl agents"),
-        ("Remove the sockets of killed agents, and forget those that vanished", "kvctl agents --prune"),
+        ("Remove what ended agents left, and forget those that vanished", "kvctl agents --prune"),
         ("Agents on other machines", "kvctl agents -e tcp://node-1:7000 --key ops --server-key fleet.pub"),
     ],
 )
-@click.option("--prune", is_flag=True, help="First remove the sockets of ended agents, and forget vanished ones.")
-@pass_settings
+@click.option("--prune", is_flag=True, help="First remove what ended agents left, and forget vanished ones.")
 def agents(settings: Settings, prune: bool) -> None:
     """List the agents: state, round trip, uptime, version, incarnation, clock offset and its error bound.
 
-    An agent that was killed leaves its socket, which is listed as stale; the exit code is then 7. --prune removes such
-    sockets, and so does the next agent that starts on this machine.
+    Of an agent that was killed, its observer keeps what it left for an hour (black_box_s of its configuration): it is
+    listed as ended. Where no observer process could be started, it leaves its socket, which is listed as stale; the
+    exit code is then 7. --prune removes both; the next agent that starts on this machine removes such sockets, too.
 
     An agent that a source of the context or of -e has named within the last day, and names no more, is listed as
     vanished with its last endpoint; that is no error, because fleets shrink. --prune also forgets those agents.
     """
     if prune:
         live_only(settings)
-        removed = _prune(socket_dir())
+        removed, ended = _prune(socket_dir()), sockets.prune_black_boxes(socket_dir())
         forgotten = sum(memory.forget(each) for each in settings.endpoints if is_url(each))
         notes = [f"removed the sockets of {', '.join(removed)}"] if removed else []
+        notes += [f"removed the black boxes of {', '.join(ended)}, listed for another second"] if ended else []
         notes += [f"forgot {forgotten} vanished agent{'s' * (forgotten != 1)}"] if forgotten else []
-        Output(settings).note("; ".join(notes) or "no stale sockets")
+        Output(settings).note("; ".join(notes) or "no ended agents")
     run(settings, AGENTS, (), _read, clock_rounds=_CLOCK_ROUNDS)
 
 
@@ -111,13 +118,19 @@ def _prune(directory: Path) -> list[str]:
         os.close(descriptor)
 
 
+def _state(agent: AgentAnswer) -> str:
+    if (halted := halt(agent.hello, agent.name)) is not None:
+        return halted.kind.value
+    return "draining" if agent.hello.get("draining") else "ok"
+
+
 def _read(survey: Survey) -> Report:
     rows: list[dict[str, Any]] = [
         {
             **agent.hello,
             "agent": agent.name,
             "host": agent.host or None,
-            "state": "draining" if agent.hello.get("draining") else "ok",
+            "state": _state(agent),
             "rtt_ns": agent.rtt_ns,
             "clock_offset_ns": agent.clock.offset_ns,
             "clock_error_ns": agent.clock.error_ns,

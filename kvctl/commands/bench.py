@@ -21,8 +21,7 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.baseline import FAIL, PASS, UNDECIDED, compare, lines, load_baseline
-from kvctl.lab.bench.preset_views import PIPELINE, comparison_view, side_by_side
-from kvctl.lab.bench.presets import Comparison
+from kvctl.lab.bench.preset_views import PIPELINE
 from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.results import Outcome
 from kvctl.lab.bench.rows import with_delta
@@ -62,6 +61,10 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
     output = Output(settings)
+    if options["html"] is not None:
+        from kvctl.lab.bench.html.charts import require  # imported only if a report is written
+
+        require()
     request = resolve(options, given)
     _check_columns(output, request, plan_only)
     baseline = None
@@ -86,17 +89,10 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
 def _check_columns(output: Output, request: BenchRequest, plan_only: bool) -> None:
     """Checks --columns, --sort-by and --filter against the table to be printed, before any process is started.
 
-    The columns of a preset that compares variants depend on its results, so they are not checked here.
-
     Raises:
         click.UsageError: an option names a column that the table does not have, or is otherwise invalid.
     """
-    if plan_only:
-        output.selection(PLAN)
-    elif request.preset is None:
-        output.selection(BENCH)
-    elif not isinstance(request.preset.table, Comparison):
-        output.selection(request.preset.table)
+    output.selection(PLAN if plan_only else BENCH if request.preset is None else request.preset.table)
 
 
 class BenchRun:
@@ -125,7 +121,7 @@ class BenchRun:
     def run(self) -> ExitCode:
         """Measures all fleets, prints the results and returns the exit code.
 
-        With --hold the fleet then keeps running until Ctrl-C. After a failure or Ctrl-C the results so far are printed.
+        After a failure or Ctrl-C the results so far are printed.
         """
         code = ExitCode.OK
         with Steps(self._settings.quiet, self._output.detail) as steps:
@@ -134,9 +130,6 @@ class BenchRun:
                 with ExitStack() as stack:
                     sessions = [self._session(wave, *pair, len(pairs) > 1, stack, steps) for pair in pairs]
                     code = self._measure(sessions, steps)
-                    if code is ExitCode.OK and self._options["hold"]:
-                        steps.end()
-                        return self._hold(sessions[0])
                     code = code or self._stop(sessions)
                 if code is not ExitCode.OK:
                     break
@@ -180,17 +173,6 @@ class BenchRun:
             return ExitCode.FAILED
         return ExitCode.OK
 
-    def _hold(self, session: Session) -> ExitCode:
-        code = self._report()
-        self._output.note("holding the fleet: kvctl status shows it, Ctrl-C ends it")
-        try:
-            session.hold()
-        except KeyboardInterrupt:
-            return code
-        except FleetError as error:
-            print_error(str(error))
-        return ExitCode.FAILED
-
     def _stop(self, sessions: Sequence[Session]) -> ExitCode:
         """Stops the fleets; returns FAILED if a rank exits with an error, although the measurements are complete."""
         crashed: dict[str, int] = {}
@@ -228,10 +210,11 @@ class BenchRun:
         if save is not None:
             save.write_bytes(orjson.dumps(self._outcome.document(), option=orjson.OPT_INDENT_2) + b"\n")
         if html is not None:
-            from kvctl.lab.bench.html.report import render  # imported only if a report is written
+            from kvctl.lab.bench.html.report import render
 
             command = shlex.join(["kvctl", *sys.argv[1:]])
-            html.write_text(render(self._outcome.report(command, self._started_at)), encoding="utf-8")
+            page = render(self._outcome.document(), self._outcome.waterfalls(), command, self._started_at)
+            html.write_text(page, encoding="utf-8")
             self._output.note(f"the report is in {html}")
 
     def _compared(
@@ -281,16 +264,8 @@ class BenchRun:
         terminal = partial(blocks, outcome=self._outcome)
         if preset is None:
             return Report(BENCH, rows, answered=1, blocks=lambda kept, _width: terminal(kept, view=None))
-        if isinstance(preset.table, Comparison):
-            named = list(zip(contestants(rows), rows, strict=True))
-            short = {name for name, row in named if row["rooms"] < row["planned_rooms"]}
-            names = list(dict.fromkeys(name for name, _ in named))
-            view = comparison_view(preset.name, preset.table.by, preset.table.measures, names, short)
-            lines = side_by_side(rows, preset.table.by[0])
-        else:
-            view = preset.table
-            # Cases that only measure the plain transfer are in the saved result, but not in the table.
-            lines = [row for row in rows if preset.table is not PIPELINE or "ratio" in row]
-            if preset.within:
-                lines = with_delta(lines, preset.within)
-        return Report(view, lines, answered=1, blocks=lambda kept, _width: terminal(kept, view=view))
+        # Cases that only measure the plain transfer are in the saved result, but not in the table.
+        lines = [row for row in rows if preset.table is not PIPELINE or "ratio" in row]
+        if preset.within:
+            lines = with_delta(lines, preset.within)
+        return Report(preset.table, lines, answered=1, blocks=lambda kept, _width: terminal(kept, view=preset.table))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import click
@@ -19,12 +19,9 @@ from kvctl.lab.bench.program import Program
 from kvctl.lab.bench.trace import TraceError, read, scaled
 from kvctl.lab.bench.traffic import Source, poisson, sessions, with_requests
 from kvctl.lab.bench.variants import Variant, expand, waves
-from kvctl.lab.faults.specification import Fault
-from kvctl.lab.ranks.group import rank_names
 from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import plan as make_plan
 from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
-from kvctl_agent.contract.values import near
 
 _TRACE_REQUESTS = 500
 _TRACE_CONCURRENCY = 32
@@ -107,12 +104,7 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
             for variant in expand(planned, merged["transports"], merged["cp_modes"]):
                 variants.append(replace(variant, fleet=each.label))
         resolved += [Wave(tuple(wave), part.program(settled)) for wave in waves([variants])]
-    request = BenchRequest(options, preset, source, tuple(resolved), tuple(notes))
-    if options["hold"] and request.several:
-        raise _refused(
-            "--hold", "only one fleet can be held, and this bench has several: leave it out, or compare less"
-        )
-    return request
+    return BenchRequest(options, preset, source, tuple(resolved), tuple(notes))
 
 
 def plan_fleets(request: BenchRequest, output: Output) -> list[tuple[Wave, list[tuple[Variant, Plan]]]]:
@@ -123,7 +115,6 @@ def plan_fleets(request: BenchRequest, output: Output) -> list[tuple[Wave, list[
 
     Raises:
         CliError: A fleet cannot be planned.
-        click.BadParameter: A fault names a rank that does not exist.
     """
     planned = []
     notes: dict[str, None] = {}
@@ -134,20 +125,12 @@ def plan_fleets(request: BenchRequest, output: Output) -> list[tuple[Wave, list[
             if request.source is not None:
                 with_traffic = with_requests(variant.request, request.source, plan["shape"])
                 variant, plan = replace(variant, request=with_traffic), make_plan(with_traffic)
-            _check_fault_ranks(request.options["faults"], rank_names(plan["ranks"]))
             pairs.append((variant, plan))
             notes.update(dict.fromkeys(plan["notes"]))
         planned.append((wave, pairs))
     for note in notes:
         output.note(note)
     return planned
-
-
-def _check_fault_ranks(faults: Sequence[Fault], names: Sequence[str]) -> None:
-    for fault in faults:
-        if fault.rank and fault.rank not in names:
-            text = f"{fault.text}: there is no rank {fault.rank}{near(fault.rank, names)}; there are {', '.join(names)}"
-            raise _refused("--faults", text)
 
 
 def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
@@ -325,29 +308,19 @@ def _shortened(options: Mapping[str, Any], divisor: int) -> Mapping[str, Any]:
 def _plan_request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, memory_bytes: int) -> PlanRequest:
     """Builds the request to the planner; `expand` adds the transports and CP modes."""
     prefill = options["prefill_instances"] or (_sizes(options, "prefill"),)
-    k_scale_bytes, v_scale_bytes = options["scale_bytes"]
     decodes = options["decode_ms"] > 0
-    same_name = (
-        "model layers kv_heads head_dim v_head_dim dtype draft_layers draft_heads draft_dim page_size page_order "
-        "groups prefill_page_size decode_page_size cp_interleave kv_layouts "
-        "prefix_hit rooms paths ring_mb chunk_tokens pipelines layer_ms decode_ms "
-        "device compute prefill_gpus decode_gpus direct_sms"
-    )
-    return PlanRequest(
-        prefill=prefill,
-        decode=_sizes(options, "decode"),
-        loads=loads,
-        memory_bytes=memory_bytes,
-        seed=seed,
-        kind="mla" if options["mla"] else None,
-        k_scale_bytes=k_scale_bytes,
-        v_scale_bytes=v_scale_bytes,
-        states=options["states"] or None,
-        output_tokens=(options["output_tokens"] or _OUTPUT_TOKENS) if decodes else 0,
-        rate=options["rate"] or 0.0,
-        faults=tuple(fault.text for fault in options["faults"]),
-        **{name: options[name] for name in same_name.split()},
-    )
+    alike = {field.name: options[field.name] for field in fields(PlanRequest) if field.name in options}
+    given = {
+        "prefill": prefill,
+        "decode": _sizes(options, "decode"),
+        "loads": loads,
+        "memory_bytes": memory_bytes,
+        "seed": seed,
+        "states": options["states"] or None,
+        "output_tokens": (options["output_tokens"] or _OUTPUT_TOKENS) if decodes else 0,
+        "rate": options["rate"] or 0.0,
+    }
+    return PlanRequest(**{**alike, **given})
 
 
 def _sizes(options: Mapping[str, Any], role: str) -> Sizes:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import click
-
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import command
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
 from kvctl.render.report import Block, Grid, Report, Text
@@ -23,8 +21,8 @@ RANKS = View(
     (
         Column("rank", help="Coordinates in the instance."),
         Column("agent"),
-        Column("state", styles={"registered": "green", "missing": "bold red"}, help="registered or missing."),
-        Column("connected", "", Kind.COUNT, header="DECODE RANKS", help="Decode ranks connected to this prefill rank."),
+        Column("state", help="registered or missing.", styles={"registered": "green", "missing": "bold red"}),
+        Column("connected", Kind.COUNT, help="Decode ranks connected to this prefill rank.", header="DECODE RANKS"),
         Column("endpoint"),
         Column("incarnation", width=Width.NORMAL),
     ),
@@ -34,17 +32,17 @@ BOOTSTRAP = View(
     "bootstrap",
     (
         Column("registry", help="Address of the bootstrap registry."),
-        Column("state", styles=_REGISTRY_STATES, help="complete, waiting, refused or silent."),
-        Column("expected", kind=Kind.COUNT, help="Prefill ranks of the instance."),
-        Column("registered", kind=Kind.COUNT, help="Number of prefill ranks that have registered."),
-        Column("missing", kind=Kind.LIST, help="Coordinates of prefill ranks that have not registered."),
-        Column("decode_ranks", kind=Kind.COUNT, header="DECODE", help="Decode ranks that queried this registry."),
-        Column("decode_connected", "", Kind.COUNT, header="CONNECTED", help="Decode ranks connected to all of them."),
-        Column("unanswered", "", Kind.LIST, help="Registered prefill ranks that do not answer kvctl."),
-        Column("sizes", kind=Kind.MAP, width=Width.NORMAL, help="Ranks along each axis: dp, pp, cp, tp."),
+        Column("state", help="complete, waiting, refused or silent.", styles=_REGISTRY_STATES),
+        Column("expected", Kind.COUNT, help="Prefill ranks of the instance."),
+        Column("registered", Kind.COUNT, help="Number of prefill ranks that have registered."),
+        Column("missing", Kind.LIST, help="Coordinates of prefill ranks that have not registered."),
+        Column("decode_ranks", Kind.COUNT, help="Decode ranks that queried this registry.", header="DECODE"),
+        Column("decode_connected", Kind.COUNT, help="Decode ranks connected to all of them.", header="CONNECTED"),
+        Column("unanswered", Kind.LIST, help="Registered prefill ranks that do not answer kvctl."),
+        Column("sizes", Kind.MAP, Width.NORMAL, "Ranks along each axis: dp, pp, cp, tp."),
         Column("text", width=Width.WIDE, help="The registry's description of the ranks that are missing or refused."),
-        Column("names", kind=Kind.LIST, width=Width.WIDE, help="Prefill ranks that have registered."),
-        Column("asked_by", kind=Kind.LIST, width=Width.WIDE, help="Agents that queried this registry."),
+        Column("names", Kind.LIST, Width.WIDE, "Prefill ranks that have registered."),
+        Column("asked_by", Kind.LIST, Width.WIDE, "Agents that queried this registry."),
     ),
     sort=("registry",),
     empty="no prefill instance is known",
@@ -52,12 +50,10 @@ BOOTSTRAP = View(
 )
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=BOOTSTRAP,
     examples=[("Ranks that are missing or not connected", "kvctl bootstrap")],
 )
-@pass_settings
 def bootstrap(settings: Settings) -> None:
     """List per prefill instance the expected, registered and missing ranks, and the connected decode ranks.
 

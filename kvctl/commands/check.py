@@ -16,8 +16,8 @@ from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.check_server import CheckResult, SharedChecks, addresses_of, serve
-from kvctl.commands.health_query import HealthQuery, earlier
-from kvctl.commands.options import KvctlCommand, KvctlGroup, pass_settings
+from kvctl.commands.health_query import earlier, health_watch
+from kvctl.commands.options import KvctlCommand, KvctlGroup
 from kvctl.commands.output import Output
 from kvctl.commands.queries import live_only, no_agent, source
 from kvctl.commands.settings import OUTPUTS, PROMETHEUS, Settings
@@ -46,15 +46,10 @@ CHECK = View(
     "check",
     (
         Column("check", help="Area of the check."),
-        Column("state", kind=Kind.VERDICT, styles=palette.VERDICTS, help="ok, warning, critical or unknown."),
-        Column("muted", kind=Kind.COUNT, help="Muted findings, which do not affect the state."),
-        Column("problems", kind=Kind.LIST, help="Findings, exceeded thresholds and agents that do not answer."),
-        Column(
-            "values",
-            kind=Kind.MAP,
-            width=Width.WIDE,
-            help="Measured values of the area, in seconds, bytes, ratios and counts.",
-        ),
+        Column("state", Kind.VERDICT, help="ok, warning, critical or unknown.", styles=palette.VERDICTS),
+        Column("muted", Kind.COUNT, help="Muted findings, which do not affect the state."),
+        Column("problems", Kind.LIST, help="Findings, exceeded thresholds and agents that do not answer."),
+        Column("values", Kind.MAP, Width.WIDE, "Measured values of the area, in seconds, bytes, ratios and counts."),
     ),
 )
 
@@ -246,7 +241,6 @@ def _declare(name: str, areas: Sequence[str], text: str) -> None:
         help="Serve the result over HTTP until Ctrl-C: 200 for OK and WARNING, else 503; / is text, /json is JSON.",
     )
     @click.option("--public", is_flag=True, help="Allow an --http address that other machines can reach.")
-    @pass_settings
     def command(
         settings: Settings,
         warn: tuple[str, ...],
@@ -286,7 +280,7 @@ def _run(
     """Checks once, or repeatedly with `-w`, and exits with the worst state of the last check."""
     chosen = form or click.get_current_context().ensure_object(dict).get("output") or _NAGIOS
     output = Output(replace(settings, output=chosen))
-    query = HealthQuery(settings, earlier(settings))
+    query = health_watch(settings, earlier(settings))
     with source(settings) as fleet:
         while True:
             survey = fleet.survey(DIAGNOSIS_CALLS)
@@ -310,7 +304,7 @@ def _serve(
     live_only(settings)
     addresses = addresses_of(http, public)
     output = Output(replace(settings, output="json"))
-    query = HealthQuery(settings)
+    query = health_watch(settings)
     with source(settings) as fleet:
 
         def check() -> CheckResult:

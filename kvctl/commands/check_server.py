@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvctl.errors import CliError
 from kvctl.exit_codes import CheckState, ExitCode
 from kvctl_agent.contract.addresses import Address, AddressError, parse_listening
-from kvctl_agent.contract.http_server import Answer, Page, PageServer
+from kvctl_agent.host.http_server import Answer, Page, PageServer
 
 _KEPT_S = 1.0
 _JSON = "application/json"

@@ -10,7 +10,7 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.mutations import DONE, act, named, yes_option
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.options import KvctlGroup
 from kvctl.commands.queries import no_agent, run
 from kvctl.commands.settings import Settings
 from kvctl.render.report import Block, Grid, Line, Report, Text
@@ -27,9 +27,9 @@ CONFIG = View(
         Column("value"),
         Column("unit", width=Width.NORMAL),
         Column("origin", width=Width.NORMAL),
-        Column("agents", kind=Kind.LIST),
+        Column("agents", Kind.LIST),
         Column("default", width=Width.WIDE),
-        Column("runtime", kind=Kind.FLAG, width=Width.WIDE),
+        Column("runtime", Kind.FLAG, Width.WIDE),
         Column("help", width=Width.WIDE),
     ),
     sort=("key",),
@@ -50,13 +50,13 @@ EXPLAINED = View(
         Column("value"),
         Column("unit", width=Width.NORMAL),
         Column("origin"),
-        Column("agents", kind=Kind.LIST),
+        Column("agents", Kind.LIST),
         Column("type", width=Width.WIDE, help="Type of the value."),
         Column("default", width=Width.WIDE),
         Column("minimum", width=Width.WIDE, help="Smallest allowed value."),
         Column("maximum", width=Width.WIDE, help="Largest allowed value."),
-        Column("choices", kind=Kind.LIST, width=Width.WIDE, help="Allowed values."),
-        Column("runtime", kind=Kind.FLAG, width=Width.WIDE),
+        Column("choices", Kind.LIST, Width.WIDE, "Allowed values."),
+        Column("runtime", Kind.FLAG, Width.WIDE),
         Column("environment", width=Width.WIDE, help="Environment variable that sets the key."),
         Column("sglang", width=Width.WIDE, help="Corresponding flag or environment variable of SGLang."),
         Column("help", width=Width.WIDE),
@@ -80,11 +80,10 @@ def config() -> None:
 @click.option(
     "--origin",
     is_flag=True,
-    help="Only values other than the default, sorted by origin: file, environment, argument.",
+    help="Only values other than the default, sorted by origin: engine, file, environment, argument.",
 )
-@pass_settings
 def show(settings: Settings, origin: bool) -> None:
-    """List every value with its origin: default, automatic, file, environment or argument.
+    """List every value with its origin: default, engine, automatic, file, environment or argument.
 
     Agents with the same value from the same origin share a row.
     """
@@ -142,7 +141,6 @@ class KeyName(click.ParamType[Key]):
     ],
 )
 @click.argument("wanted", metavar="KEY", type=KeyName())  # `key` is the parameter of the global option --key
-@pass_settings
 def explain(settings: Settings, wanted: Key) -> None:
     """Describe KEY: its meaning, allowed values, how to set it, and its value on each agent with the origin.
 
@@ -239,7 +237,6 @@ class RuntimeKey(click.ParamType[str]):
 @click.argument("name", metavar="KEY", type=RuntimeKey())
 @click.argument("value")
 @yes_option
-@pass_settings
 def set_value(settings: Settings, name: str, value: str, yes: bool) -> None:
     """Set KEY to VALUE on every selected agent, until it ends; kvctl config explain KEY lists the allowed values.
 

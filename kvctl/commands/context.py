@@ -13,7 +13,7 @@ from kvctl.client.discovery import KINDS, split
 from kvctl.client.keys import KeyNames
 from kvctl.commands import context_file
 from kvctl.commands.completion import contexts
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.options import KvctlGroup
 from kvctl.commands.output import Output
 from kvctl.commands.settings import (
     CONTEXT,
@@ -34,13 +34,13 @@ CONTEXTS = View(
         Column("context", help="Name of the context."),
         Column(
             "in_use",
-            kind=Kind.FLAG,
+            Kind.FLAG,
+            help="Whether this is the current context.",
             header="IN USE",
             styles={"True": "bold green"},
-            help="Whether this is the current context.",
         ),
-        Column("endpoint", kind=Kind.LIST, help="Agents of the context."),
-        Column("labels", kind=Kind.LIST, width=Width.NORMAL, help="Labels that select the agents."),
+        Column("endpoint", Kind.LIST, help="Agents of the context."),
+        Column("labels", Kind.LIST, Width.NORMAL, "Labels that select the agents."),
         Column("timeout", width=Width.NORMAL, help="Longest time to wait for an agent's answer."),
         Column("key", width=Width.NORMAL, help="Client key."),
         Column("server_key", width=Width.WIDE, help="Public key of the fleet."),
@@ -65,7 +65,6 @@ def context() -> None:
     short_help="All contexts; which one is in use.",
     examples=[("All contexts, and which one is in use", "kvctl context")],
 )
-@pass_settings
 def list_contexts(settings: Settings) -> None:
     """All contexts, and which one is in use in this directory."""
     _print(settings, user_file().contexts)
@@ -73,7 +72,6 @@ def list_contexts(settings: Settings) -> None:
 
 @context.command(short_help="One context.", examples=[("The context that is in use", "kvctl context show")])
 @click.argument("name", required=False, shell_complete=contexts)
-@pass_settings
 def show(settings: Settings, name: str | None) -> None:
     """One context; without NAME the one in use."""
     name = chosen_context(click.get_current_context().ensure_object(dict)) if name is None else name
@@ -91,6 +89,7 @@ def _source_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @context.command(
+    settings=False,
     short_help="Save -e, -l, --key, --server-key, --timeout as a context.",
     examples=[
         (
@@ -145,6 +144,7 @@ def add(ctx: click.Context, /, name: str, replace: bool, in_use: bool, **sources
 
 
 @context.command(
+    settings=False,
     short_help="Use a context from now on.",
     examples=[
         ("Use context prod from now on", "kvctl context use prod"),
@@ -165,7 +165,9 @@ def use(ctx: click.Context, name: str | None, none: bool) -> None:
     _note(ctx, f"context {name} is in use" if name else "no context is in use")
 
 
-@context.command(short_help="Remove a context.", examples=[("Remove context lab", "kvctl context rm lab")])
+@context.command(
+    settings=False, short_help="Remove a context.", examples=[("Remove context lab", "kvctl context rm lab")]
+)
 @click.argument("name", shell_complete=contexts)
 @click.pass_context
 def rm(ctx: click.Context, name: str) -> None:

@@ -6,13 +6,12 @@ written only if it has exactly the intended contents.
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvctl.client.atomic_file import atomic_file
 from kvctl.commands.settings import CONTEXT, CONTEXTS
 from kvctl.errors import CliError
 from kvctl_agent.contract import toml_files
@@ -146,16 +145,8 @@ def _replace(path: Path, lines: Sequence[str], wanted: Mapping[str, Any]) -> Non
     target = path.resolve()  # keeps a symbolic link as a link
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, written = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in lines)
-                file.flush()
-                os.fsync(descriptor)
-            Path(written).replace(target)
-        except BaseException:
-            Path(written).unlink(missing_ok=True)
-            raise
+        with atomic_file(target) as file:
+            file.write("".join(f"{line}\n" for line in lines).encode())
     except OSError as error:
         raise CliError(f"cannot write {target}: {error.strerror}") from None
 

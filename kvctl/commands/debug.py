@@ -8,12 +8,12 @@ from time import localtime, strftime
 
 import click
 
+from kvctl.client.atomic_file import atomic_file
 from kvctl.client.bundles import checked, is_bundle
 from kvctl.client.faults import exit_code, lines
-from kvctl.client.recorder import whole_file
 from kvctl.client.recordings import file_errors
 from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleResult, write_bundle
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.options import KvctlGroup
 from kvctl.commands.output import Output
 from kvctl.commands.queries import live
 from kvctl.commands.settings import Settings
@@ -28,7 +28,7 @@ BUNDLE = View(
     "bundle",
     (
         Column("file"),
-        Column("size", path="bytes", kind=Kind.BYTES),
+        Column("size", Kind.BYTES, path="bytes"),
         Column("what"),
         Column("sha256", width=Width.WIDE),
     ),
@@ -52,7 +52,6 @@ def debug() -> None:
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @click.option("--redact", is_flag=True, help="Replace names of hosts and users, addresses, paths and keys.")
 @click.option("--list", "listed", is_flag=True, help="Only list the files that it would hold.")
-@pass_settings
 def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) -> None:
     """Save to FILE (.tar.zst) the output of every reading command, stacks, metrics, health and host facts.
 
@@ -79,7 +78,7 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
     if file is None:
         raise click.UsageError("FILE is missing: kvctl debug bundle FILE.tar.zst")
     try:
-        with whole_file(file) as opened:
+        with atomic_file(file) as opened:
             directory = file.resolve().parent
             if settings.from_file is not None:
                 result = write_bundle(opened, directory, settings.from_file, redact, output.detail)
@@ -114,7 +113,6 @@ def _conclude(output: Output, path: Path, result: BundleResult) -> ExitCode:
     examples=[("What is in a bundle, with its checksums", "kvctl debug show incident.tar.zst")],
 )
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@pass_settings
 def show(settings: Settings, file: Path) -> None:
     """List the files of a bundle and verify their checksums; files that it lacks are named on stderr."""
     output = Output(settings)

@@ -16,12 +16,11 @@ from typing import Any, NoReturn, cast
 import click
 from click.core import ParameterSource
 
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import Parsed, command
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.bench.options import parse_instances, parse_tokens
 from kvctl.lab.demo.fault_schedule import Kind, ScheduledFault, draw_schedule
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet, replaceable
 from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, combined, listed
@@ -29,7 +28,7 @@ from kvctl.lab.demo.soak import Soak
 from kvctl.lab.demo.traffic import SHORT_GAP_S, TrafficOptions
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, Fault, parse_faults
 from kvctl.lab.ranks.group import FleetError
-from kvctl.lab.ranks.request import Sizes, Tokens
+from kvctl.lab.ranks.request import Sizes, Tokens, parse_instances, parse_tokens
 from kvctl.render.demo import FAULTS, MOMENTS, RANKS, blocks, totals
 from kvctl.render.report import Report
 from kvctl_agent.contract.values import near
@@ -62,20 +61,10 @@ def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) 
         raise click.BadParameter(str(error), ctx, param) from error
 
 
-def _instances(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[Sizes, ...]:
-    try:
-        return parse_instances(text) if text else ()
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
-
-
-def _tokens(ctx: click.Context, param: click.Parameter, text: str) -> Tokens:
-    try:
-        tokens = parse_tokens(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
+def _tokens(text: str) -> Tokens:
+    tokens = parse_tokens(text)
     if not tokens.values and tokens.low > tokens.high:
-        raise click.BadParameter(f"{text}: the range ends before it begins", ctx, param)
+        raise ValueError(f"{text}: the range ends before it begins")
     return tokens
 
 
@@ -89,8 +78,7 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     return path
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     examples=[
         ("A fleet with traffic, until Ctrl-C", "kvctl demo"),
         ("A fleet in which one room hangs", "kvctl demo --fault stuck-room"),
@@ -108,12 +96,20 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
 @click.option("--transport", default="nixl", show_default=True, metavar="NAME", help="nixl, mooncake or loopback.")
 @click.option("--prefill-tp", default=2, show_default=True, metavar="N", type=_COUNT, help="Prefill TP ranks.")
 @click.option(
-    "--prefill-instances", metavar="A,B,…", callback=_instances, help="Several prefill instances, such as tp2,tp1."
+    "--prefill-instances",
+    metavar="A,B,…",
+    type=Parsed("instances", lambda text: parse_instances(text) if text else ()),
+    help="Several prefill instances, such as tp2,tp1.",
 )
 @click.option("--decode-tp", default=1, show_default=True, metavar="N", type=_COUNT, help="Decode TP ranks.")
 @click.option("--decode-dp", default=2, show_default=True, metavar="N", type=_COUNT, help="Decode dp groups.")
 @click.option(
-    "--tokens", default="16..1024", show_default=True, metavar="LO..HI", callback=_tokens, help="Tokens of a prompt."
+    "--tokens",
+    default="16..1024",
+    show_default=True,
+    metavar="LO..HI",
+    type=Parsed("tokens", _tokens),
+    help="Tokens of a prompt.",
 )
 @click.option(
     "--concurrency", metavar="N", type=_COUNT, help="Rooms in flight at all times. [default: 16 with --minutes]"
@@ -165,7 +161,6 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     show_default=True,
     help="Compare every byte, and check that freed pages are not written.",
 )
-@pass_settings
 def demo(settings: Settings, **options: Any) -> None:
     """Run a small fleet with traffic on this machine, verify every byte, and inject faults if wanted.
 

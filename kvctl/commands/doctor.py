@@ -8,16 +8,16 @@ from typing import Any
 
 import click
 
-from kvctl.client.fleet import Fleet
 from kvctl.client.health_reads import DIAGNOSIS_CALLS
-from kvctl.commands.health_query import HealthQuery, HealthReading, earlier
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.health_query import earlier, health_watch
+from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, source
 from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode
+from kvctl.health.engine import HealthReading
 from kvctl.health.finding import Finding, Severity
-from kvctl.health.host.inspection import Ask, command_facts, explain_faults, inspect, local_agents
+from kvctl.health.host.inspection import command_facts, explain_faults, inspect, local_agents
 from kvctl.health.host.view import Fact, HostView
 from kvctl.render import palette
 from kvctl.render.findings import folded, headline, labelled, paragraph, row
@@ -34,19 +34,19 @@ DOCTOR = View(
     (
         Column(
             "rank",
-            kind=Kind.COUNT,
-            header="#",
+            Kind.COUNT,
             help="Position in the list, most severe first; empty for host checks that passed.",
+            header="#",
         ),
-        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS, help="Severity of the finding."),
+        Column("severity", Kind.VERDICT, help="Severity of the finding.", styles=palette.VERDICTS),
         Column("code"),
         Column("subject"),
-        Column("cause", kind=Kind.SENTENCE),
+        Column("cause", Kind.SENTENCE),
         Column("next", width=Width.NORMAL, help="Command to run next."),
-        Column("since", kind=Kind.DURATION, width=Width.WIDE),
-        Column("agents", kind=Kind.LIST, width=Width.WIDE),
-        Column("evidence", lambda each: each["evidence"], Kind.MAP, Width.WIDE),
-        Column("remedy", kind=Kind.SENTENCE, width=Width.WIDE),
+        Column("since", Kind.DURATION, Width.WIDE),
+        Column("agents", Kind.LIST, Width.WIDE),
+        Column("evidence", Kind.MAP, Width.WIDE, path=lambda each: each["evidence"]),
+        Column("remedy", Kind.SENTENCE, Width.WIDE),
     ),
 )
 
@@ -143,8 +143,7 @@ def _without_summary(each: Row) -> Row:
     return {**each, "evidence": {}} if set(each["evidence"]) == {"found", "means"} else each
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=DOCTOR,
     examples=[
         ("What is wrong, and the next command", "kvctl doctor"),
@@ -155,7 +154,6 @@ def _without_summary(each: Row) -> Row:
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host-only", is_flag=True, help="Only this host; contacts no agent.")
-@pass_settings
 def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> None:
     """Ranked findings with evidence, likely cause and next command, and checks of this host.
 
@@ -189,25 +187,22 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> Non
         report = _report(None, host, command=about)
         output.emit(report)
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
-    query = HealthQuery(settings, earlier(settings))
+    query = health_watch(settings, earlier(settings))
     with source(settings) as fleet:
         survey = fleet.survey(DIAGNOSIS_CALLS)
         reading = query(survey)
         local = HostView(agents=local_agents(reading.snapshot)) if settings.from_file is None else None
-        report = _report(reading, local, fleet.ask if isinstance(fleet, Fleet) else None)
+        report = _report(reading, local)
     output.emit(report)
     raise click.exceptions.Exit(conclude(output, settings, survey, report))
 
 
-def _report(
-    reading: HealthReading | None, host: HostView | None, ask: Ask | None = None, command: Sequence[Fact] | None = None
-) -> Report:
+def _report(reading: HealthReading | None, host: HostView | None, command: Sequence[Fact] | None = None) -> Report:
     """Returns the report on the fleet, on this host, or on both.
 
     Args:
         reading: the fleet's health; None to report on this host only.
         host: the host to inspect; None if the fleet was read from a file.
-        ask: sends requests to the agents; None if there are none or the fleet was read from a file.
         command: facts about a server that is not started yet; None to check those that run.
     """
     facts = [] if host is None else inspect(host, socket_dir(), None if reading is None else reading.snapshot, command)
@@ -221,14 +216,14 @@ def _report(
             wrong=any(map(is_problem, found)),
         )
     snapshot, muted = reading.snapshot, len(reading.judged.muted)
-    agents = len(snapshot.agents)
-    hosts = len({agent.answer.host for agent in snapshot.agents.values()})
+    agents = len(snapshot.answered)
+    hosts = len({agent.answer.host for agent in snapshot.answered.values()})
     where = f" on {hosts} hosts" if hosts > 1 else ""
     examined = f"{agents} agent{'s' * (agents != 1)}{where}" + (" and this host" if host is not None else "")
     if not agents and host is not None:
         examined = "this host only: no agent answered"
     complete = bool(agents) and not snapshot.faults
-    found = rows(reading.judged.raised, explain_faults(snapshot.survey, host, ask), facts)
+    found = rows(reading.judged.raised, explain_faults(snapshot.survey, host), facts)
     return Report(
         DOCTOR,
         found,

@@ -8,7 +8,7 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.commands.mutations import DONE, act, named, once_and_live, yes_option
-from kvctl.commands.options import KvctlCommand, completed_by, pass_settings
+from kvctl.commands.options import command, completed_by
 from kvctl.commands.queries import live
 from kvctl.commands.settings import Settings
 from kvctl.commands.wait import Drained, Patience, wait_for
@@ -18,8 +18,7 @@ _agents = click.argument("agents", nargs=-1, shell_complete=completed_by("agents
 _all = click.option("--all", "everyone", is_flag=True, help="All agents that kvctl agents lists.")
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=DONE,
     examples=[
         ("One agent, and wait for its rooms", "kvctl drain decode-0 --wait 60s"),
@@ -37,7 +36,6 @@ _all = click.option("--all", "everyone", is_flag=True, help="All agents that kvc
     metavar="TIME",
     help="Then wait at most this long until no room is active; exit code 4 if some still are.",
 )
-@pass_settings
 def drain(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool, patience: str | None) -> None:
     """Make AGENTS accept no new rooms; rooms in flight finish.
 
@@ -60,15 +58,13 @@ def drain(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool
     wait_for(chosen, drained, "drained", limit)
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=DONE,
     examples=[("One agent", "kvctl resume decode-0"), ("All drained agents", "kvctl resume --all")],
 )
 @_agents
 @_all
 @yes_option
-@pass_settings
 def resume(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool) -> None:
     """Make drained AGENTS accept new rooms again.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import click
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, more_precise
-from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.client.fleet import AgentAnswer, Survey
+from kvctl.client.names import replaced_by
+from kvctl.commands.options import ROW_LIMIT, Parsed, command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import follow, run
 from kvctl.commands.settings import Settings
@@ -25,8 +26,7 @@ _MAX_EVENTS = 65_536  # more than recorders keep by default, and few enough for 
 SEVERITIES = ("debug", "info", "warning", "error")
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=EVENTS,
     examples=[
         ("Warnings and errors of the last five minutes", "kvctl events --since 5m --severity warning"),
@@ -34,23 +34,21 @@ SEVERITIES = ("debug", "info", "warning", "error")
         ("Events of one room", "kvctl events --filter 'room=7'"),
     ],
 )
-@click.option("--since", metavar="TIME", help="Only the last 5m, 30s, …")
+@click.option("--since", "back_ns", type=Parsed("time", parse_seconds), metavar="TIME", help="Only the last 5m, 30s, …")
 @click.option(
     "-n",
     "--limit",
-    type=click.IntRange(min=1),
+    type=ROW_LIMIT,
     default=_DEFAULT_LIMIT,
     show_default=True,
     help="Show at most this many events per agent, the latest.",
 )
 @click.option("--severity", type=click.Choice(SEVERITIES), default="debug", help="Only events this severe or worse.")
-@pass_settings
-def events(settings: Settings, since: str | None, limit: int, severity: str) -> None:
+def events(settings: Settings, back_ns: int | None, limit: int, severity: str) -> None:
     """Events of all agents, merged by time; with -w also new events as they happen.
 
     Agents are followed across restarts. Events that a recorder dropped before they were read are counted on stderr.
     """
-    back_ns = None if since is None else _span(since)
     wanted = SEVERITIES[SEVERITIES.index(severity) :]
 
     def keep(row: dict[str, Any]) -> bool:
@@ -80,13 +78,6 @@ def events(settings: Settings, since: str | None, limit: int, severity: str) -> 
     run(settings, EVENTS, calls, read, clock_rounds=_CLOCK_ROUNDS)
 
 
-def _span(text: str) -> int:
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--since") from error
-
-
 def _events(survey: Survey, back_ns: int | None) -> tuple[list[list[dict[str, Any]]], list[str]]:
     """Returns the events of each agent that answered, oldest first, and remarks about events no longer recorded.
 
@@ -114,12 +105,18 @@ Keep = Callable[[dict[str, Any]], bool]
 _Process = tuple[str, str]  # name and incarnation of an agent
 
 
+def _process(agent: AgentAnswer) -> _Process:
+    """Returns what tells an agent's process, also once it has ended and another agent has its name."""
+    return replaced_by(agent.name) or agent.name, agent.hello["incarnation"]
+
+
 class Follower:
     """Prints new events, and remembers how far each agent's flight recorder was read.
 
     All agents get the same request, from the lowest position of all, and events that were printed already are omitted.
     If an agent's position is below the requested one, because it restarted or did not answer, its answer is skipped and
-    the next request starts at its position.
+    the next request starts at its position. If positions are so far apart that an answer from the lowest one would not
+    reach the highest, as after a restart beside agents that run for long, each agent is asked for its latest events.
 
     Args:
         keep: whether to print an event.
@@ -138,30 +135,31 @@ class Follower:
 
     def calls(self) -> list[Call]:
         """Returns the next request, which is the same for all agents."""
-        since = min((self._next[process] for process in self._answered), default=None)
-        return [Call("events", {"limit": self._limit, "since": since})]
+        positions = [self._next[process] for process in self._answered]
+        together = positions and max(positions) - min(positions) < self._limit
+        return [Call("events", {"limit": self._limit, "since": min(positions) if together else None})]
 
     def __call__(self, output: Output, survey: Survey) -> None:
         """Prints the new events in a survey that was made with `calls`."""
         (call,) = self.calls()
         since: int | None = call.args.get("since")
-        earliest = survey.at_ns - self._back_ns if since is None and self._back_ns is not None else 0
+        first = not self._next
+        earliest = survey.at_ns - self._back_ns if first and self._back_ns is not None else 0
         fresh: list[dict[str, Any]] = []
-        answered: set[_Process] = set()
-        for agent, data in survey.answers("events"):
-            process = (agent.name, agent.hello["incarnation"])
-            answered.add(process)
+        answers = [(_process(agent), agent, data) for agent, data in survey.answers("events")]
+        answered = {process for process, _, _ in answers}
+        for process, agent, data in answers:
             if process not in self._next:
-                self._add_process(output, process)
+                self._add_process(output, process, answered)
             position = self._next[process]
             if since is not None and since > position:
                 continue
-            lost = 0 if since is None else since + data["dropped"] - position
-            if data["dropped"] and lost > 0:
+            lost = 0 if first or not data["events"] else data["events"][0]["sequence"] - position
+            if lost > 0 and position:
                 output.note(f"{agent.name}: {lost} events were lost between two readings: read more often, -w 0.5")
             events = _local(data["events"], self._clock(process, agent.clock, survey.tick_ns))
             fresh += [row for row in events if row["sequence"] >= position and row["at_ns"] >= earliest]
-            self._next[process] = data["next"]
+            self._next[process] = max(position, data["next"])
         self._answered = answered or self._answered
         self._report_clocks(output, survey)
         output.stream(EVENTS, [row for row in fresh if self._keep(row)])
@@ -182,12 +180,13 @@ class Follower:
             output.note(f"clocks: {corrections(clocks, survey.hosts)}, corrected")
         self._corrected = hosts
 
-    def _add_process(self, output: Output, process: _Process) -> None:
+    def _add_process(self, output: Output, process: _Process, answered: Collection[_Process]) -> None:
         name, _ = process
         before = [other for other in self._next if other[0] == name]
         for other in before:
-            del self._next[other]
-            self._answered.discard(other)
+            if other not in answered:  # an observer answers for one that has ended
+                del self._next[other]
+                self._answered.discard(other)
         if before:
             output.note(f"{name}: restarted")
         self._next[process] = 0

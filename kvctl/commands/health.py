@@ -11,15 +11,15 @@ from click.shell_completion import CompletionItem
 
 from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import DIAGNOSIS_CALLS
-from kvctl.commands.health_query import HealthQuery, HealthReading, earlier
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.health_query import earlier, health_watch
+from kvctl.commands.options import KvctlGroup
 from kvctl.commands.output import Output
 from kvctl.commands.queries import run, source
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.health import mutes as mute_store
 from kvctl.health.codes import CODES, CODES_BY_NAME
-from kvctl.health.engine import examine
+from kvctl.health.engine import HealthReading, examine
 from kvctl.health.finding import Code, Finding, Severity
 from kvctl.health.mutes import Baseline, Mute
 from kvctl.health.snapshot import Snapshot
@@ -36,11 +36,11 @@ CODES_VIEW = View(
     "health_codes",
     (
         Column("code"),
-        Column("severity", kind=Kind.VERDICT, styles=palette.VERDICTS, help="Highest severity of the code."),
+        Column("severity", Kind.VERDICT, help="Highest severity of the code.", styles=palette.VERDICTS),
         Column("area", width=Width.NORMAL, help="Area of kvctl check that includes the code."),
-        Column("sees", kind=Kind.SENTENCE, help="Symptoms."),
-        Column("means", kind=Kind.SENTENCE, width=Width.WIDE, help="Meaning of the code."),
-        Column("remedy", kind=Kind.SENTENCE, width=Width.WIDE),
+        Column("sees", Kind.SENTENCE, help="Symptoms."),
+        Column("means", Kind.SENTENCE, Width.WIDE, "Meaning of the code."),
+        Column("remedy", Kind.SENTENCE, Width.WIDE),
         Column("alert", width=Width.WIDE, help="Equivalent Prometheus expression, if the metrics suffice."),
     ),
 )
@@ -48,15 +48,15 @@ CODES_VIEW = View(
 MUTES = View(
     "health_mutes",
     (
-        Column("target", header="MUTED", help="Muted code, or code and subject."),
-        Column("left", kind=Kind.DURATION, help="Remaining time of the mute."),
+        Column("target", help="Muted code, or code and subject.", header="MUTED"),
+        Column("left", Kind.DURATION, help="Remaining time of the mute."),
         Column(
             "until_worse",
-            header="UNTIL WORSE THAN",
             help="Findings when the mute was created; worse findings end the mute.",
+            header="UNTIL WORSE THAN",
         ),
-        Column("reason", kind=Kind.SENTENCE, help="Reason for the mute."),
-        Column("made_at", kind=Kind.SECOND, width=Width.WIDE, help="Time at which the mute was created."),
+        Column("reason", Kind.SENTENCE, help="Reason for the mute."),
+        Column("made_at", Kind.SECOND, Width.WIDE, "Time at which the mute was created."),
     ),
     sort=("left",),
     empty="nothing is muted",
@@ -134,7 +134,6 @@ def health() -> None:
     ],
 )
 @click.option("--muted", is_flag=True, help="Include muted findings.")
-@pass_settings
 def show(settings: Settings, muted: bool) -> None:
     """One line per finding, the worst first, and the number of muted findings.
 
@@ -145,12 +144,12 @@ def show(settings: Settings, muted: bool) -> None:
     agent. Findings of severity info and muted ones do not count; --filter changes only the output. For monitoring, use
     kvctl check.
     """
-    query = HealthQuery(settings, earlier(settings))
+    query = health_watch(settings, earlier(settings))
 
     def read(survey: Survey) -> Report:
         reading = query(survey)
         rows = [*(row(each) for each in reading.judged.raised), *(_muted_rows(reading) if muted else ())]
-        agents, muted_count = len(reading.snapshot.agents), len(reading.judged.muted)
+        agents, muted_count = len(reading.snapshot.answered), len(reading.judged.muted)
         silent = len({fault.agent for fault in survey.faults})
         report = Report(
             HEALTH,
@@ -179,14 +178,13 @@ def show(settings: Settings, muted: bool) -> None:
     ],
 )
 @click.argument("code", required=False, shell_complete=_names)
-@pass_settings
 def detail(settings: Settings, code: str | None) -> None:
     """Each finding in full: evidence, likely cause and remedy; with CODE only those of that code.
 
     Muted findings are included and marked. Exit codes as for kvctl health; with CODE only those findings count.
     """
     only = None if code is None else _code(code).name
-    query = HealthQuery(settings, earlier(settings))
+    query = health_watch(settings, earlier(settings))
 
     def read(survey: Survey) -> Report:
         reading = query(survey)
@@ -195,7 +193,7 @@ def detail(settings: Settings, code: str | None) -> None:
         report = Report(
             HEALTH,
             rows,
-            len(reading.snapshot.agents),
+            len(reading.snapshot.answered),
             survey.faults,
             blocks=lambda kept, width: paragraphs(folded(kept, survey.hosts), width),
             wrong=_is_wrong([each for each in reading.judged.raised if only in {None, each.code}], survey),
@@ -214,7 +212,6 @@ def detail(settings: Settings, code: str | None) -> None:
     short_help="Every health code and its symptom.",
     examples=[("All health codes", "kvctl health codes")],
 )
-@pass_settings
 def codes(settings: Settings) -> None:
     """Every health code with the symptom that an operator sees; contacts no agent."""
     rows = [code_row(each) for each in CODES]
@@ -227,7 +224,6 @@ def codes(settings: Settings) -> None:
     examples=[("What KV_RING_PINNED means and what to do", "kvctl health explain ring_pinned")],
 )
 @click.argument("code", shell_complete=_names)
-@pass_settings
 def explain(settings: Settings, code: str) -> None:
     """The page of a code: symptom, meaning, remedy, and the same condition as a Prometheus alert.
 
@@ -247,7 +243,6 @@ def explain(settings: Settings, code: str) -> None:
 @click.argument("target", metavar="CODE[:SUBJECT]", shell_complete=_names)
 @click.argument("time_", metavar="TIME")
 @click.option("--reason", default="", metavar="TEXT", help="Reason, shown by `kvctl health mutes`.")
-@pass_settings
 def mute(settings: Settings, target: str, time_: str, reason: str) -> None:
     """Mute a code, or one subject or agent of it, for TIME (30m, 2h, 1d).
 
@@ -278,7 +273,6 @@ def mute(settings: Settings, target: str, time_: str, reason: str) -> None:
     examples=[("As listed by kvctl health mutes", "kvctl health unmute KV_LANE_SLOW")],
 )
 @click.argument("target", metavar="CODE[:SUBJECT]", shell_complete=_names)
-@pass_settings
 def unmute(settings: Settings, target: str) -> None:
     """End a mute; give the target as `kvctl health mutes` lists it."""
     code, subject = _target(target)
@@ -299,7 +293,6 @@ def unmute(settings: Settings, target: str) -> None:
     short_help="Mutes: remaining time and reason.",
     examples=[("Mutes and how long they last", "kvctl health mutes")],
 )
-@pass_settings
 def mutes(settings: Settings) -> None:
     """Mutes: remaining time, the condition that ends them early, and the reason; contacts no agent."""
     now_ns = time.time_ns()

@@ -1,4 +1,4 @@
-"""Reads a fleet's health for a command: compares each reading with the previous one, and applies the user's mutes."""
+"""Reads a fleet's health for a command: the readings to compare, and the rows of `kvctl status`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.queries import source
 from kvctl.commands.settings import Settings
 from kvctl.health.answers import text
-from kvctl.health.codes import CODES
-from kvctl.health.engine import examine
-from kvctl.health.mutes import Judged, judge, load_or_warn
+from kvctl.health.engine import HealthReading, HealthWatch
 from kvctl.health.snapshot import Snapshot
 from kvctl.render.groups import placed
 
@@ -25,28 +23,9 @@ PAUSE_S = 1.0
 _FIRST_TIMEOUT_NS = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class HealthReading:
-    """Result of one reading: the snapshot, its findings with muted ones separate, and remarks for stderr."""
-
-    snapshot: Snapshot
-    judged: Judged
-    remarks: Sequence[str]
-
-
-class HealthQuery:
-    """Examines each survey that it is called with, and compares it with the previous one."""
-
-    def __init__(self, settings: Settings, before: Snapshot | None = None) -> None:
-        self._before = before
-        self._settings = settings
-
-    def __call__(self, survey: Survey) -> HealthReading:
-        snapshot = Snapshot(survey, survey.tick_ns, self._before)
-        self._before = Snapshot(survey, survey.tick_ns)  # without its predecessor, so that the chain can be freed
-        # Mutes apply to live fleets; everything in a file is shown.
-        mutes, remarks = load_or_warn() if self._settings.from_file is None else ([], [])
-        return HealthReading(snapshot, judge(examine(snapshot, CODES), mutes, time.time_ns()), remarks)
+def health_watch(settings: Settings, before: Snapshot | None = None) -> HealthWatch:
+    """Returns what examines the surveys of a command: mutes apply to live fleets, everything in a file is shown."""
+    return HealthWatch(before, muted=settings.from_file is None)
 
 
 def earlier(settings: Settings, calls: Sequence[Call] = DIAGNOSIS_CALLS) -> Snapshot | None:

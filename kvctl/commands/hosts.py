@@ -6,8 +6,8 @@ import click
 
 from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import HEALTH_CALLS
-from kvctl.commands.health_query import HealthQuery, agent_rows
-from kvctl.commands.options import KvctlGroup, completed_by, pass_settings
+from kvctl.commands.health_query import agent_rows, health_watch
+from kvctl.commands.options import KvctlGroup, completed_by
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
 from kvctl.render.hosts import HOSTS, host_rows, host_screen
@@ -32,14 +32,13 @@ def hosts() -> None:
         ("Clocks, for a script", "kvctl hosts -o tsv --columns host,clock_offset,clock_error"),
     ],
 )
-@pass_settings
 def ls(settings: Settings) -> None:
     """One line per host: agents, instances, rate, ring use, round trip, clock, health; the odd ones come first.
 
     The clock of a host is compared with the one of this machine; of all its agents, the measurement with the smallest
     error counts. A host of which no agent answers is one line.
     """
-    health = HealthQuery(settings)
+    health = health_watch(settings)
 
     def read(survey: Survey) -> Report:
         reading = health(survey)
@@ -56,10 +55,9 @@ def ls(settings: Settings) -> None:
     examples=[("The agents of one host", "kvctl hosts show node-3")],
 )
 @click.argument("host", shell_complete=completed_by("hosts"))
-@pass_settings
 def show(settings: Settings, host: str) -> None:
     """One host and its agents, with the columns of kvctl status."""
-    health = HealthQuery(settings)
+    health = health_watch(settings)
 
     def read(survey: Survey) -> Report:
         reading = health(survey)

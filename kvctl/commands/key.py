@@ -10,14 +10,14 @@ import zmq
 from zmq.utils import z85
 
 from kvctl.client.keys import DEFAULT_NAME, secret_path
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.options import KvctlGroup
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Report
 from kvctl.render.view import Column, View
-from kvctl_agent.contract.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, public_text, secret_text
+from kvctl_agent.host.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, public_text, secret_text
 
 KEY = View("key", (Column("key"), Column("public"), Column("secret_file"), Column("public_file")))
 
@@ -35,7 +35,6 @@ def key() -> None:
     ],
 )
 @click.argument("name", default=DEFAULT_NAME)
-@pass_settings
 def new(settings: Settings, name: str) -> None:
     """Create a key pair, NAME.key (secret) and NAME.pub (public), and print the public key.
 

@@ -8,7 +8,7 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlCommand, RoomOrRequest, pass_settings
+from kvctl.commands.options import RoomOrRequest, command
 from kvctl.commands.queries import run
 from kvctl.commands.room_number import room_number
 from kvctl.commands.settings import Settings
@@ -17,8 +17,7 @@ from kvctl.render.report import Block, Grid, Report, Text
 from kvctl.render.view import Row
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=LAYERS,
     examples=[
         ("Stage times of all layer groups", "kvctl layers"),
@@ -26,7 +25,6 @@ from kvctl.render.view import Row
     ],
 )
 @click.option("--room", type=RoomOrRequest(), help="Only the times of this room, given by its number or request id.")
-@pass_settings
 def layers(settings: Settings, room: str | None) -> None:
     """Show transfer times by layer group and stage, and the share of the transfer time that compute hid.
 

@@ -10,7 +10,7 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlGroup, pass_settings
+from kvctl.commands.options import KvctlGroup
 from kvctl.commands.output import Output
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
@@ -31,13 +31,13 @@ METRICS = View(
     (
         Column("agent"),
         Column("name"),
-        Column("labels", kind=Kind.MAP, help="Labels of the sample."),
-        Column("value", kind=Kind.NUMBER, help="Value of a counter or gauge."),
-        Column("count", kind=Kind.COUNT, width=Width.NORMAL, help="Observations of a histogram."),
-        Column("mean", _mean, Kind.NUMBER, Width.NORMAL, help="Mean of a histogram's observations."),
+        Column("labels", Kind.MAP, help="Labels of the sample."),
+        Column("value", Kind.NUMBER, help="Value of a counter or gauge."),
+        Column("count", Kind.COUNT, Width.NORMAL, "Observations of a histogram."),
+        Column("mean", Kind.NUMBER, Width.NORMAL, "Mean of a histogram's observations.", path=_mean),
         Column("unit", width=Width.NORMAL),
         Column("kind", width=Width.WIDE, help="counter, gauge or histogram."),
-        Column("sum", kind=Kind.NUMBER, width=Width.WIDE, help="Sum of a histogram's observations."),
+        Column("sum", Kind.NUMBER, Width.WIDE, "Sum of a histogram's observations."),
         Column("help", width=Width.WIDE),
     ),
     sort=("name", "agent"),
@@ -49,8 +49,8 @@ SCHEMA = View(
         Column("name"),
         Column("kind", help="counter, gauge or histogram."),
         Column("unit", width=Width.NORMAL),
-        Column("labels", kind=Kind.LIST, width=Width.NORMAL, help="Names of the labels."),
-        Column("help", kind=Kind.SENTENCE),
+        Column("labels", Kind.LIST, Width.NORMAL, "Names of the labels."),
+        Column("help", Kind.SENTENCE),
     ),
 )
 
@@ -126,7 +126,6 @@ def metrics() -> None:
         ("The Prometheus text format", "kvctl metrics -o prom"),
     ],
 )
-@pass_settings
 def show(settings: Settings) -> None:
     """List counters, gauges and histograms, one row per sample; -o prom prints the Prometheus text format."""
     run(settings, METRICS, (Call("metrics"),), _read)
@@ -137,7 +136,6 @@ def show(settings: Settings) -> None:
     short_help="List the metrics: kind, unit, labels, meaning.",
     examples=[("Names, units and meanings of all metrics", "kvctl metrics schema -o wide")],
 )
-@pass_settings
 def schema(settings: Settings) -> None:
     """List the metrics of an agent of this version, with kind, unit and labels; queries no agent."""
     rows = [

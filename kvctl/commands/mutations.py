@@ -21,6 +21,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Block, Line, Report, Text
 from kvctl.render.sanitize import printable
 from kvctl.render.view import Column, Kind, Row, View
+from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
 
 _RESULTS = {"unchanged": "dim", "revoking": "yellow", "aside": "yellow", "draining": "yellow", "": "green"}
@@ -30,8 +31,8 @@ DONE = View(
     (
         Column("agent"),
         Column("subject", help="Room, allocation, key or agent that the action changed."),
-        Column("result", styles=_RESULTS, help="Result of the action."),
-        Column("text", kind=Kind.SENTENCE, header="DETAIL", help="Description of the change."),
+        Column("result", help="Result of the action.", styles=_RESULTS),
+        Column("text", Kind.SENTENCE, help="Description of the change.", header="DETAIL"),
     ),
     sort=("agent", "subject"),
     empty="nothing was done",
@@ -105,7 +106,10 @@ def act(
         if isinstance(selected, str):
             report.failure, report.answered = selected or None, 0 if selected else len(survey.agents)
             raise click.exceptions.Exit(_finish(output, settings, survey, report))
-        agents = permitted(selected, call, survey.faults)
+        running = [agent for agent in selected if agent.ended_ns is None]
+        if not running:
+            survey.faults += [Fault(agent.name, ErrorCode.REFUSED, "it has ended") for agent in selected]
+        agents = permitted(running, call, survey.faults)
         if not agents:
             code = _finish(output, settings, survey, report)
             if code is ExitCode.OK:  # agents answered, but none was selected

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import click
-
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.commands.health_query import earlier
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import command
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
 from kvctl.render.nics import NICS, nic_rows
@@ -19,8 +17,7 @@ from kvctl.render.report import Report
 _CALLS = (Call("nics"),)
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=NICS,
     examples=[
         ("All network devices of all hosts", "kvctl nics"),
@@ -28,7 +25,6 @@ _CALLS = (Call("nics"),)
         ("RDMA ports only, with GIDs and all counters", "kvctl nics --filter kind=rdma -o wide"),
     ],
 )
-@pass_settings
 def nics(settings: Settings) -> None:
     """Network devices of the agents' hosts: state, speed, rate, faults, and the ranks that use them.
 

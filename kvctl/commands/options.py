@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 Example = tuple[str, str]
 """(description, command line)"""
 
+ROW_LIMIT = click.IntRange(1, 1_000_000)
+"""Parameter type of `--limit`."""
+
 _WATCH = ("-w", "--watch")
 _DEFAULT_WATCH = "2"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_Value = TypeVar("_Value")
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
@@ -226,6 +230,25 @@ class KvctlCommand(GlobalOptions):
         return super().parse_args(ctx, spell_out_watch(args))
 
 
+def pass_settings(function: _Command) -> _Command:
+    """Decorator that passes the resolved `Settings` to the command as the first argument."""
+
+    @click.pass_context
+    def wrapper(ctx: click.Context, /, *args: Any, **kwargs: Any) -> Any:
+        return ctx.invoke(function, resolve(ctx.ensure_object(dict)), *args, **kwargs)
+
+    wrapper.__doc__ = function.__doc__
+    wrapper.__name__ = function.__name__
+    # The options of decorators that ran before this one.
+    wrapper.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+    return wrapper  # type: ignore[return-value]
+
+
+def command(**attributes: Any) -> Callable[[Callable[..., Any]], KvctlCommand]:
+    """Decorator for a top-level command whose function gets the `Settings` first; arguments as for `KvctlCommand`."""
+    return lambda function: click.command(cls=KvctlCommand, **attributes)(pass_settings(function))
+
+
 class KvctlGroup(GlobalOptions, click.Group):
     """Command with subcommands; `default` runs if none is named. Its help shows one example per subcommand."""
 
@@ -234,6 +257,13 @@ class KvctlGroup(GlobalOptions, click.Group):
     def __init__(self, *args: Any, default: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._default = default
+
+    def command(  # type: ignore[override]
+        self, name: str | None = None, *, settings: bool = True, **attributes: Any
+    ) -> Callable[[Callable[..., Any]], click.Command]:
+        """Decorator for a subcommand; its function gets the `Settings` first, unless `settings` is False."""
+        register = super().command(name, **attributes)
+        return lambda function: register(pass_settings(function) if settings else function)
 
     def shown_examples(self) -> Sequence[Example]:
         if self.examples:
@@ -332,18 +362,18 @@ def _is_time(text: str) -> bool:
     return True
 
 
-def pass_settings(function: _Command) -> _Command:
-    """Decorator that passes the resolved `Settings` to the command as the first argument."""
+class Parsed(click.ParamType[_Value]):
+    """Parameter type of a value that `parse` makes of a text; its ValueError is the text of the error."""
 
-    @click.pass_context
-    def wrapper(ctx: click.Context, /, *args: Any, **kwargs: Any) -> Any:
-        return ctx.invoke(function, resolve(ctx.ensure_object(dict)), *args, **kwargs)
+    def __init__(self, name: str, parse: Callable[[str], _Value]) -> None:
+        self.name = name
+        self._parse = parse
 
-    wrapper.__doc__ = function.__doc__
-    wrapper.__name__ = function.__name__
-    # The options of decorators that ran before this one.
-    wrapper.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
-    return wrapper  # type: ignore[return-value]
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> _Value:
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class RoomOrRequest(click.ParamType[str]):

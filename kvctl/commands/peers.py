@@ -15,7 +15,7 @@ from kvctl.client.calls import Call
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.mutations import DONE, FORCE, Rounds, act, named, once_and_live, permitted, yes_option
-from kvctl.commands.options import KvctlGroup, completed_by, pass_settings
+from kvctl.commands.options import KvctlGroup, Parsed, completed_by
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live, run
 from kvctl.commands.settings import Settings
@@ -41,7 +41,7 @@ DIFF = View(
         Column("factor", help="Name of the compared setting."),
         Column("a", help="Value of the first agent."),
         Column("b", help="Value of the second agent."),
-        Column("verdict", styles=_VERDICTS, help="incompatible, differs or same."),
+        Column("verdict", help="incompatible, differs or same.", styles=_VERDICTS),
         Column("kind", width=Width.NORMAL, help="Origin of the setting."),
         Column("text", width=Width.WIDE, help="Description."),
     ),
@@ -53,11 +53,11 @@ PROBE = View(
     (
         Column("agent"),
         Column("peer"),
-        Column("bytes", kind=Kind.BYTES, header="SIZE", help="Size of each descriptor."),
-        Column("descriptors", kind=Kind.COUNT, help="Descriptors in one write."),
-        Column("write", kind=Kind.DURATION, help="Time of one write."),
-        Column("descriptor", kind=Kind.DURATION, header="PER DESCRIPTOR", help="Additional time per descriptor."),
-        Column("gb_per_s", kind=Kind.RATE, header="GB/S", help="Rate, in GB/s."),
+        Column("bytes", Kind.BYTES, help="Size of each descriptor.", header="SIZE"),
+        Column("descriptors", Kind.COUNT, help="Descriptors in one write."),
+        Column("write", Kind.DURATION, help="Time of one write."),
+        Column("descriptor", Kind.DURATION, help="Additional time per descriptor.", header="PER DESCRIPTOR"),
+        Column("gb_per_s", Kind.RATE, help="Rate, in GB/s.", header="GB/S"),
     ),
     sort=("agent", "peer", "bytes"),
     empty="no connection was measured",
@@ -77,7 +77,6 @@ def peers() -> None:
         ("Connections that are not ready", "kvctl peers --filter 'state!=ready'"),
     ],
 )
-@pass_settings
 def show(settings: Settings) -> None:
     """List connections between agents: state, last heartbeat, round trip, lane, errors, incompatible settings."""
 
@@ -93,7 +92,6 @@ def show(settings: Settings) -> None:
     short_help="Show prefill by decode ranks: reachability, lane, compatibility.",
     examples=[("Each prefill rank against each decode rank", "kvctl peers matrix")],
 )
-@pass_settings
 def matrix(settings: Settings) -> None:
     """Show for every prefill and decode rank whether they are connected, by which lane, and whether they fit.
 
@@ -123,7 +121,6 @@ def matrix(settings: Settings) -> None:
 @click.argument("a", shell_complete=completed_by("agents"))
 @click.argument("b", shell_complete=completed_by("agents"))
 @click.option("--all", "everything", is_flag=True, help="Also list settings that are the same.")
-@pass_settings
 def diff(settings: Settings, a: str, b: str, everything: bool) -> None:
     """Compare agents A and B: settings that make them incompatible, build, transport, configuration.
 
@@ -239,7 +236,6 @@ def _build(status: Mapping[str, Any]) -> dict[str, Any]:
 @click.argument("peer", shell_complete=completed_by("agents"))
 @click.option("--force", is_flag=True, help="Also free memory that the peer may still write.")
 @yes_option
-@pass_settings
 def forget(settings: Settings, peer: str, force: bool, yes: bool) -> None:
     """Make all agents that have lost PEER forget it, so that it is not reported. If it still runs, it connects anew.
 
@@ -267,18 +263,6 @@ def forget(settings: Settings, peer: str, force: bool, yes: bool) -> None:
     act(settings, call, question, yes=yes, look=_CALLS, select=knowing, rounds=rounds)
 
 
-class Size(click.ParamType[int]):
-    """Parameter type of a size such as 16MiB, converted to bytes."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return int(parse_size(str(value)))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
 @peers.command(
     view=COSTS,
     short_help="Predict the transfer time of a prompt for each pair.",
@@ -295,7 +279,6 @@ class Size(click.ParamType[int]):
     metavar="N",
     help="Length of the prompt, without the prefix that decode has cached.",
 )
-@pass_settings
 def cost(settings: Settings, tokens: int) -> None:
     """Predict how long the KV of a prompt takes from each prefill to each decode instance or dp group.
 
@@ -326,9 +309,14 @@ def cost(settings: Settings, tokens: int) -> None:
 )
 @click.argument("prefill", shell_complete=completed_by("agents"), required=False)
 @click.argument("decode", shell_complete=completed_by("agents"), required=False)
-@click.option("--bytes", "nbytes", type=Size(), metavar="SIZE", help="Largest write, 1MiB to 64MiB. [default: 16MiB]")
+@click.option(
+    "--bytes",
+    "nbytes",
+    type=Parsed("size", parse_size),
+    metavar="SIZE",
+    help="Largest write, 1MiB to 64MiB. [default: 16MiB]",
+)
 @click.option("--busy", is_flag=True, help="Measure even while rooms are open; their parts are delayed.")
-@pass_settings
 def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: int | None, busy: bool) -> None:
     """Measure writes from the PREFILL rank to scratch memory of the DECODE rank, by size of descriptor.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import NoReturn
 
 import click
@@ -19,6 +20,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Report
 from kvctl.render.view import View
 from kvctl_agent.contract.admin import socket_dir
+from kvctl_agent.contract.extras import install
 
 Read = Callable[[Survey], Report]
 
@@ -155,6 +157,8 @@ def no_agent(settings: Settings, survey: Survey) -> Fault:
         stale = len(survey.discovery.stale)
         note = f" ({stale} stale socket{'s' * (stale != 1)}: kvctl agents)" if stale else ""
         start = "Start some here: kvctl demo"
+        if find_spec("msgspec") is None:  # a requirement of the agent, but not of the command line
+            start += f", which needs the agent: {install('nixl')}"
         problem = missing(socket_dir())
         text = f"no agent found. {start} ({problem})" if problem else f"no agent found in {socket_dir()}{note}. {start}"
     return Fault("", FaultCode.UNREACHABLE, text)

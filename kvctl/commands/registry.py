@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "doctor": "Ranked findings with the next command; host checks.",
         "health": "Findings, most severe first; health codes and mutes.",
         "check": "One line and exit status 0 to 3, for monitoring.",
+        "mcp": "Serve the commands that only read to an assistant.",
         "wait": "Wait until the fleet is ready or drained, or a room is done.",
     },
     "Operate": {
@@ -58,7 +59,7 @@ COMMANDS: dict[str, str] = {name: text for section in SECTIONS.values() for name
 """Help of each command, by name."""
 
 # Commands that are not `NAME` in the module `NAME`: module and attribute.
-_LOCATIONS = {"resume": ("drain", "resume"), "help": ("help", "help_command")}
+_LOCATIONS = {"resume": ("drain", "resume"), "help": ("help", "help_command"), "mcp": ("mcp", "mcp_command")}
 
 
 def load(name: str) -> click.Command | None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvctl.client import bundles
-from kvctl.client.recordings import file_errors
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
@@ -36,21 +32,21 @@ REPLAYED = View(
     (
         Column("agent"),
         Column("role"),
-        Column("inputs", kind=Kind.COUNT),
-        Column("rooms", kind=Kind.COUNT),
-        Column("span", path=_span, kind=Kind.DURATION),
+        Column("inputs", Kind.COUNT),
+        Column("rooms", Kind.COUNT),
+        Column("span", Kind.DURATION, path=_span),
         Column(
             "verdict",
             path=lambda row: "clean" if row["breach"] is None else row["breach"]["invariant"],
             styles={"clean": "green"},
         ),
-        Column("at_input", path=lambda row: row["breach"] and row["breach"]["number"], kind=Kind.COUNT),
-        Column("room", path=lambda row: row["breach"] and row["breach"]["room"], kind=Kind.ID),
-        Column("missed", kind=Kind.COUNT, width=Width.WIDE),
-        Column("dropped", kind=Kind.COUNT, width=Width.WIDE),
-        Column("pieces", kind=Kind.COUNT, width=Width.WIDE),
+        Column("at_input", Kind.COUNT, path=lambda row: row["breach"] and row["breach"]["number"]),
+        Column("room", Kind.ID, path=lambda row: row["breach"] and row["breach"]["room"]),
+        Column("missed", Kind.COUNT, Width.WIDE),
+        Column("dropped", Kind.COUNT, Width.WIDE),
+        Column("pieces", Kind.COUNT, Width.WIDE),
         Column("incarnation", width=Width.WIDE),
-        Column("text", path=lambda row: row["breach"] and row["breach"]["text"], width=Width.WIDE),
+        Column("text", width=Width.WIDE, path=lambda row: row["breach"] and row["breach"]["text"]),
     ),
     sort=("agent",),
     empty="the recording has no agents",
@@ -105,8 +101,7 @@ def replay(
         from kvctl.lab.replay import verdicts
     except ModuleNotFoundError as error:
         raise CliError(f"the agent's side is not installed ({error}): {install('agent')}") from error
-    with _recording(file) as path:
-        rows = verdicts.replay(path, agents, shrink_seconds if shrink else None, write_test, _Progress(output))
+    rows = verdicts.replay(file, agents, shrink_seconds if shrink else None, write_test, _Progress(output))
     if not rows:
         raise CliError(f"{file}: it has no inputs of state machines (a redacted bundle never has): nothing to replay")
     broken = [row for row in rows if row["breach"] is not None]
@@ -132,23 +127,6 @@ class _Progress:
         if now - self._printed_at >= _PROGRESS_EVERY_S:
             self._printed_at = now
             self._output.note(f"replay: {text}")
-
-
-@contextmanager
-def _recording(file: Path) -> Iterator[Path]:
-    """Yields the path of the recording: the file itself, or a temporary copy of the recording in a bundle."""
-    with file_errors(file), file.open("rb") as opened:
-        bundled = bundles.recording(opened) if bundles.is_bundle(opened) else None
-    if bundled is None:
-        yield file
-        return
-    with tempfile.NamedTemporaryFile(suffix=".kvrec") as copy:
-        copy.write(bundled)
-        copy.flush()
-        try:
-            yield Path(copy.name)
-        except CliError as error:
-            raise CliError(str(error).replace(copy.name, str(file)), error.code) from None
 
 
 def _blocks(rows: Sequence[Row]) -> list[Block]:

@@ -15,7 +15,7 @@ from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
 from kvctl.commands.mutations import DONE, Rounds, act, check_can_act, yes_option
-from kvctl.commands.options import KvctlGroup, RoomOrRequest, pass_settings
+from kvctl.commands.options import ROW_LIMIT, KvctlGroup, RoomOrRequest
 from kvctl.commands.output import Output
 from kvctl.commands.queries import run
 from kvctl.commands.room_number import MAX_ROWS, room_number
@@ -62,7 +62,7 @@ def _limit(default: int) -> Callable[[_Function], _Function]:
     return click.option(
         "-n",
         "--limit",
-        type=click.IntRange(min=1),
+        type=ROW_LIMIT,
         default=default,
         show_default=True,
         help="Maximum number of rows.",
@@ -81,7 +81,6 @@ def _limit(default: int) -> Callable[[_Function], _Function]:
 )
 @click.option("--state", type=click.Choice(STATE_LABELS, case_sensitive=False), help="Only rooms in this state.")
 @_limit(_ACTIVE_LIMIT)
-@pass_settings
 def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
     """List active rooms, the oldest first.
 
@@ -99,7 +98,6 @@ def list_rooms(settings: Settings, state: str | None, limit: int) -> None:
     ],
 )
 @_limit(_FINISHED_LIMIT)
-@pass_settings
 def history(settings: Settings, limit: int) -> None:
     """List finished rooms, the latest first."""
     _table(settings, HISTORY, limit)
@@ -111,7 +109,6 @@ def history(settings: Settings, limit: int) -> None:
     examples=[("The five slowest rooms, at the decode ranks", "kvctl rooms slow -n 5 -l role=decode")],
 )
 @_limit(_FINISHED_LIMIT)
-@pass_settings
 def slow(settings: Settings, limit: int) -> None:
     """List finished rooms, the slowest first."""
     _table(settings, SLOW, limit)
@@ -129,7 +126,6 @@ def slow(settings: Settings, limit: int) -> None:
 )
 @_limit(_FAILED_LIMIT)
 @click.option("--by", type=click.Choice(["cause"]), help="One row per cause, the most frequent first.")
-@pass_settings
 def failed(settings: Settings, limit: int, by: str | None) -> None:
     """List failed rooms, the latest first, one row per room with its first cause on any rank.
 
@@ -220,7 +216,6 @@ def _filtered_state(selection: Selection) -> str | None:
     metavar="FILE",
     help="Also write a trace for ui.perfetto.dev; if the number was reused, of the room shown first.",
 )
-@pass_settings
 def show(settings: Settings, room: str, perfetto: Path | None) -> None:
     """Show one active or recently finished room: the timeline of all its ranks, and the rank that failed first.
 
@@ -232,9 +227,9 @@ def show(settings: Settings, room: str, perfetto: Path | None) -> None:
         answers = survey.answers("room")
         answered = len(answers) + survey.drop_unknown_room_faults()
         details = [detail for _, data in answers for detail in data]
-        joined = most_informative_first(
-            join(details, {agent.name: agent.clock for agent in survey.agents}, survey.hosts)
-        )
+        clocks = {agent.name: agent.clock for agent in survey.agents}
+        silent = {fault.agent: fault.problem for fault in survey.faults}
+        joined = most_informative_first(join(details, clocks, survey.hosts, silent))
         report = _room_report(room, joined, answered, survey.faults)
         if perfetto is not None and joined:
             _write_trace(perfetto, joined[0])
@@ -319,7 +314,6 @@ def _document(room: RoomTimeline, timeline: Sequence[Row]) -> dict[str, Any]:
 @click.argument("room", nargs=-1, type=RoomOrRequest())
 @click.option("--reason", default="", metavar="TEXT", help="Text that is added to the room's failure on every rank.")
 @yes_option
-@pass_settings
 def abort(settings: Settings, room: tuple[str, ...], reason: str, yes: bool) -> None:
     """Abort each ROOM on all its ranks, or all active rooms that match --filter.
 

@@ -21,8 +21,8 @@ from kvctl.client.endpoints import LABELS, is_address
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.render.units import parse_seconds
 from kvctl_agent.contract import toml_files
-from kvctl_agent.contract.sockets import check_path
 from kvctl_agent.contract.values import near, shown
+from kvctl_agent.host.sockets import check_path
 
 OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")
 DEFAULT_OUTPUT = "table"
@@ -282,7 +282,8 @@ def _labels(texts: tuple[str, ...], origin: str) -> dict[str, str]:
         key, separator, value = label.partition("=")
         if not separator or not value or key not in LABELS:
             raise click.UsageError(f"{origin} {label}: write KEY=VALUE with a key of {', '.join(LABELS)}")
-        labels[key] = value
+        if labels.setdefault(key, value) != value:
+            raise click.UsageError(f"{origin}: no agent has both {key}={labels[key]} and {key}={value}")
     return labels
 
 

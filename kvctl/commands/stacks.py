@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import click
-
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import command
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
 from kvctl.render.report import Line, Report, Text
@@ -23,28 +21,27 @@ STACKS = View(
     "stacks",
     (
         Column("agent"),
-        Column("thread", "name", help="Name of the thread."),
-        Column("ident", kind=Kind.ID, width=Width.WIDE, help="Identifier of the thread."),
-        Column("daemon", kind=Kind.FLAG, width=Width.WIDE, help="Whether the thread is a daemon thread."),
-        Column("depth", lambda row: len(row["frames"]), Kind.COUNT, help="Number of frames."),
-        Column("at", _innermost, help="Innermost frame."),
-        Column("frames", kind=Kind.LIST, width=Width.WIDE, help="All frames, outermost first."),
+        Column("thread", help="Name of the thread.", path="name"),
+        Column("ident", Kind.ID, Width.WIDE, "Identifier of the thread."),
+        Column("daemon", Kind.FLAG, Width.WIDE, "Whether the thread is a daemon thread."),
+        Column("depth", Kind.COUNT, help="Number of frames.", path=lambda row: len(row["frames"])),
+        Column("at", help="Innermost frame.", path=_innermost),
+        Column("frames", Kind.LIST, Width.WIDE, "All frames, outermost first."),
     ),
     sort=("agent", "thread"),
     empty="no threads",
 )
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=STACKS,
     examples=[("All threads of one agent", "kvctl stacks -e decode-0")],
 )
-@pass_settings
 def stacks(settings: Settings) -> None:
     """Print the Python stack of every thread of every agent, the innermost frame last.
 
-    The admin thread, which answers this command, is included. For native frames use `py-spy dump --native --pid PID`.
+    The thread that answers this command is included. A process that is stopped, or in which a thread keeps the
+    interpreter (GIL), does not answer. For native frames use `py-spy dump --native --pid PID`.
     """
     run(settings, STACKS, (Call("stacks"),), _read)
 

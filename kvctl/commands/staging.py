@@ -10,7 +10,7 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.mutations import DONE, FORCE, act, check_can_act, yes_option
-from kvctl.commands.options import KvctlGroup, RoomOrRequest, pass_settings
+from kvctl.commands.options import KvctlGroup, Parsed, RoomOrRequest
 from kvctl.commands.queries import run
 from kvctl.commands.room_number import room_number
 from kvctl.commands.settings import Settings
@@ -32,7 +32,6 @@ def staging() -> None:
     short_help="List rings, buffers, oldest allocations, gated parts.",
     examples=[("Rings of decode ranks, updated every second", "kvctl staging -l role=decode -w 1")],
 )
-@pass_settings
 def show(settings: Settings) -> None:
     """List rings and their use, the oldest allocation with its room, staging buffers, and gated parts."""
     run(settings, STAGING, _CALLS, _read_show)
@@ -47,7 +46,6 @@ def show(settings: Settings) -> None:
         ("Allocations older than a second, for a script", "kvctl staging map --filter 'age>1s' -o json"),
     ],
 )
-@pass_settings
 def draw_map(settings: Settings) -> None:
     """Draw each decode rank's ring: allocations by state, head, watermark.
 
@@ -85,20 +83,12 @@ class _Allocation(NamedTuple):
     serial: int
 
 
-class AllocationName(click.ParamType[_Allocation]):
-    """Parameter type of an allocation, written AGENT:SERIAL as in the map and in the health codes."""
-
-    name = "allocation"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> _Allocation:
-        agent, separator, serial = str(value).rpartition(":")
-        if not separator or not agent or not serial.isdecimal() or len(serial) > 18 or int(serial) == 0:
-            self.fail(
-                f"{value!r} is not AGENT:SERIAL, such as decode-0:17; kvctl staging map lists the allocations",
-                param,
-                ctx,
-            )
-        return _Allocation(agent, int(serial))
+def _allocation(text: str) -> _Allocation:
+    """Parses the name of an allocation, AGENT:SERIAL as in the map and in the health codes."""
+    agent, separator, serial = text.rpartition(":")
+    if not separator or not agent or not serial.isdecimal() or len(serial) > 18 or int(serial) == 0:
+        raise ValueError(f"{text!r} is not AGENT:SERIAL, such as decode-0:17; kvctl staging map lists the allocations")
+    return _Allocation(agent, int(serial))
 
 
 @staging.command(
@@ -109,13 +99,12 @@ class AllocationName(click.ParamType[_Allocation]):
         ("All ring memory and pages of the failed room 7", "kvctl staging release --room 7"),
     ],
 )
-@click.argument("allocation", type=AllocationName(), required=False)
+@click.argument("allocation", type=Parsed("allocation", _allocation), required=False)
 @click.option(
     "--room", type=RoomOrRequest(), help="Free all memory of this failed room, given by its number or request id."
 )
 @click.option("--force", is_flag=True, help="Free memory even if the writer may still write to it.")
 @yes_option
-@pass_settings
 def release(settings: Settings, allocation: _Allocation | None, room: str | None, force: bool, yes: bool) -> None:
     """Free one ALLOCATION (AGENT:SERIAL) of a decode rank's ring, or with --room all memory of a failed room.
 

@@ -10,11 +10,12 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import HEALTH_CALLS
-from kvctl.commands.health_query import HealthQuery, agent_rows
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.health_query import agent_rows, health_watch
+from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import follow, run
 from kvctl.commands.settings import Settings
+from kvctl.health.engine import HealthWatch
 from kvctl.health.finding import Severity
 from kvctl.render.findings import in_short
 from kvctl.render.groups import FOLD_ABOVE, By, table
@@ -27,8 +28,7 @@ _AGENT = "agent"
 _HEALTH_EVERY_NS = 5_000_000_000
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=STATUS,
     examples=[
         ("The fleet on one screen", "kvctl status"),
@@ -44,7 +44,6 @@ _HEALTH_EVERY_NS = 5_000_000_000
     help="Rows of the table: hosts, instances or roles, the odd ones first and with their odd agents; or agents. "
     f"[default: agent up to {FOLD_ABOVE} agents; above, the odd instances, and the others folded]",
 )
-@pass_settings
 def status(settings: Settings, by: str | None) -> None:
     """Show health, ranks by role, rooms by state, ring use, GB/s while rooms are open, and latency p50/p99.
 
@@ -58,14 +57,14 @@ def status(settings: Settings, by: str | None) -> None:
     none.
     """
     if settings.watch_ns is None:
-        health = HealthQuery(settings)
+        health = health_watch(settings)
         run(settings, STATUS, HEALTH_CALLS, lambda survey: _read(survey, health, by))
     Output(settings).selection(STATUS_LINES)
     stream = _Stream(settings)
     follow(settings, stream.calls, stream)
 
 
-def _read(survey: Survey, health: HealthQuery, by: str | None) -> Report:
+def _read(survey: Survey, health: HealthWatch, by: str | None) -> Report:
     look = health(survey)
     raised, muted = look.judged.raised, len(look.judged.muted)
     found = agent_rows(survey, look)
@@ -96,7 +95,7 @@ class _Stream:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._health = HealthQuery(settings)
+        self._health = health_watch(settings)
         self._previous: tuple[FleetSummary, int] | None = None
         self._health_every_ns = 0 if settings.from_file else _HEALTH_EVERY_NS
         self._health_read_ns: int | None = None

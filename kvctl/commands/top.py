@@ -6,11 +6,10 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import Parsed, command
 from kvctl.commands.queries import no_agent, source
 from kvctl.commands.settings import DEFAULT_TIMEOUT, Settings
 from kvctl.errors import CliError
@@ -25,40 +24,23 @@ _MAX_SIZE = (500, 200)
 _MIN_INTERVAL_NS = 100_000_000
 
 
-class Size(click.ParamType[tuple[int, int]]):
-    """Parameter type of a screen size such as 120x40, converted to (columns, rows)."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        columns, _, rows = str(value).partition("x")
-        if not columns.isdecimal() or not rows.isdecimal():
-            self.fail(f"{value!r} is not a size: write COLUMNSxROWS, as in 120x40", param, ctx)
-        size = (int(columns), int(rows))
-        if any(not low <= each <= high for each, low, high in zip(size, _MIN_SIZE, _MAX_SIZE, strict=True)):
-            self.fail(
-                f"{value} is not between {_MIN_SIZE[0]}x{_MIN_SIZE[1]} and {_MAX_SIZE[0]}x{_MAX_SIZE[1]}", param, ctx
-            )
-        return size
+def _size(text: str) -> tuple[int, int]:
+    """Parses a screen size such as 120x40 to (columns, rows)."""
+    columns, _, rows = text.partition("x")
+    if not columns.isdecimal() or not rows.isdecimal():
+        raise ValueError(f"{text!r} is not a size: write COLUMNSxROWS, as in 120x40")
+    size = (int(columns), int(rows))
+    if any(not low <= each <= high for each, low, high in zip(size, _MIN_SIZE, _MAX_SIZE, strict=True)):
+        raise ValueError(f"{text} is not between {_MIN_SIZE[0]}x{_MIN_SIZE[1]} and {_MAX_SIZE[0]}x{_MAX_SIZE[1]}")
+    return size
 
 
-class Interval(click.ParamType[int]):
-    """Parameter type of the time between readings, converted to ns; at least 100 ms."""
-
-    name = "interval"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            interval_ns = parse_seconds(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if interval_ns < _MIN_INTERVAL_NS:
-            self.fail(f"{value} is shorter than 100ms", param, ctx)
-        return interval_ns
+def _interval(text: str) -> int:
+    """Parses the time between readings to ns."""
+    interval_ns = parse_seconds(text)
+    if interval_ns < _MIN_INTERVAL_NS:
+        raise ValueError(f"{text} is shorter than 100ms")
+    return interval_ns
 
 
 def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
@@ -69,8 +51,7 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
     return value
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     examples=[
         ("Live view; ? shows the keys", "kvctl top"),
         ("Rooms older than a second", "kvctl top --view rooms --filter 'age>1s'"),
@@ -80,7 +61,12 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
 )
 @click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="First view.")
 @click.option(
-    "--interval", type=Interval(), default="1s", show_default=True, metavar="TIME", help="Time between readings, as -w."
+    "--interval",
+    type=Parsed("interval", _interval),
+    default="1s",
+    show_default=True,
+    metavar="TIME",
+    help="Time between readings, as -w.",
 )
 @click.option("--readonly", is_flag=True, help="Omit the keys that change something.")
 @click.option(
@@ -90,8 +76,14 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
     callback=_check_suffix,
     help="Write one screen to a file; needs no terminal.",
 )
-@click.option("--size", type=Size(), default="120x40", show_default=True, metavar="CxR", help="Size of the snapshot.")
-@pass_settings
+@click.option(
+    "--size",
+    type=Parsed("size", _size),
+    default="120x40",
+    show_default=True,
+    metavar="CxR",
+    help="Size of the snapshot.",
+)
 def top(
     settings: Settings, view: str, interval: int, readonly: bool, snapshot: Path | None, size: tuple[int, int]
 ) -> None:
@@ -111,7 +103,7 @@ def top(
 
         check_png()
     from kvctl.tui.app import TopApp
-    from kvctl.tui.feed import SourceFeed
+    from kvctl.tui.feed import Feed
     from kvctl.tui.frame import Mode
     from kvctl.tui.table_specs import VIEW_OF, TableQuery
 
@@ -132,7 +124,7 @@ def top(
     fleet = source(replace(settings, watch_ns=watch_ns, timeout_ns=timeout_ns), first)
     name = "" if settings.from_file is None else settings.from_file.name
     mode = Mode(source=name, readonly=readonly, no_agents=lambda survey: no_agent(settings, survey).message)
-    app = TopApp(SourceFeed(fleet, interval), mode, view, query=query)
+    app = TopApp(Feed(fleet, interval), mode, view, query=query)
     if snapshot is not None:
         from kvctl.tui.snapshot import snapshot as take
 

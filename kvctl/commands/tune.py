@@ -17,12 +17,12 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.bench.options import CP_MODES
 from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.statistics import MIN_ROUNDS, spread
 from kvctl.lab.bench.variants import MAX_RANKS, Variant, sizes_text
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.plan import Plan, PlannedLoad
+from kvctl.lab.ranks.request import CP_MODES
 from kvctl.lab.tune import Candidate, TuneFailed, run_fleets
 from kvctl.lab.tune import tune as measure_candidates
 from kvctl.render import units
@@ -44,25 +44,32 @@ _NOT_TAKEN = frozenset(
 TUNE = View(
     "tune",
     (
-        Column("choice", lambda row: "▶" if row["recommended"] else "·", styles={"▶": "bold green"}),
+        Column("choice", path=lambda row: "▶" if row["recommended"] else "·", styles={"▶": "bold green"}),
         Column("path"),
-        Column("page_size", kind=Kind.COUNT, header="PAGE"),
-        Column("chunk_tokens", kind=Kind.COUNT, header="CHUNK", width=Width.NORMAL),
-        Column("ring", "ring_bytes", Kind.BYTES),
+        Column("page_size", Kind.COUNT, header="PAGE"),
+        Column("chunk_tokens", Kind.COUNT, Width.NORMAL, header="CHUNK"),
+        Column("ring", Kind.BYTES, path="ring_bytes"),
         Column("cp_mode", width=Width.NORMAL),
         Column("pipeline", width=Width.NORMAL),
-        Column("rooms_per_s", kind=Kind.NUMBER, header="ROOMS/S"),
-        Column("low", "rooms_per_s_low", Kind.NUMBER, Width.NORMAL, header="FROM"),
-        Column("high", "rooms_per_s_high", Kind.NUMBER, Width.NORMAL, header="TO"),
-        Column("gb_per_s", kind=Kind.NUMBER, header="GB/S", width=Width.NORMAL),
-        Column("p50", kind=Kind.DURATION),
-        Column("p99", kind=Kind.DURATION, width=Width.NORMAL),
-        Column("hidden", kind=Kind.RATIO, width=Width.NORMAL),
-        Column("cpu", "cpu_ns", Kind.DURATION, Width.WIDE),
-        Column("padded", kind=Kind.RATIO, width=Width.WIDE),
-        Column("why", kind=Kind.SENTENCE),
+        Column("rooms_per_s", Kind.NUMBER, header="ROOMS/S"),
+        Column("low", Kind.NUMBER, Width.NORMAL, path="rooms_per_s_low", header="FROM"),
+        Column("high", Kind.NUMBER, Width.NORMAL, path="rooms_per_s_high", header="TO"),
+        Column("gb_per_s", Kind.NUMBER, Width.NORMAL, header="GB/S"),
+        Column("p50", Kind.DURATION),
+        Column("p99", Kind.DURATION, Width.NORMAL),
+        Column("hidden", Kind.RATIO, Width.NORMAL),
+        Column("cpu", Kind.DURATION, Width.WIDE, path="cpu_ns"),
+        Column("padded", Kind.RATIO, Width.WIDE),
+        Column("why", Kind.SENTENCE),
     ),
 )
+
+
+def _page_sizes(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= _MAX_PAGE for word in words):
+        raise ValueError(f"{text!r}: write sizes such as 16,64, up to {_MAX_PAGE}")
+    return tuple(map(int, words))
 
 
 def _options() -> list[click.Parameter]:
@@ -74,7 +81,7 @@ def _options() -> list[click.Parameter]:
     return [
         *taken,
         grouped_option("Search", "--layer-ms", "X", layer_ms, type=click.FloatRange(min=0), default=0.0),
-        grouped_option("Search", "--page-sizes", "A,B,…", sizes),
+        grouped_option("Search", "--page-sizes", "A,B,…", sizes, _page_sizes),
         grouped_option("Search", "--point-seconds", "X", seconds, type=positive, default=_POINT_SECONDS),
     ]
 
@@ -88,7 +95,7 @@ def _options() -> list[click.Parameter]:
     ],
 )
 @pass_settings
-def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
+def tune(settings: Settings, page_sizes: tuple[int, ...] | None, **options: Any) -> None:
     """Measure which settings suit a machine and a workload: path, page size, ring, chunk, CP mode, layers per group.
 
     Runs a short bench with each value of one setting after another, in turns with the best so far, which stays unless
@@ -100,7 +107,7 @@ def tune(settings: Settings, page_sizes: str | None, **options: Any) -> None:
     output.selection(TUNE)
     if len(options["transports"]) != 1:
         raise click.BadParameter("only one transport is tuned at a time", param_hint="--transport")
-    sizes = _page_sizes(page_sizes, options["page_size"])
+    sizes = list(dict.fromkeys(page_sizes or (options["page_size"], *_PAGE_SIZES)))
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
     with bench.make_context("tune", []) as defaults:
@@ -187,18 +194,6 @@ class _Search:
             request = replace(request, waves=tuple(Wave(tuple(wave), program) for wave in waves))
         for wave, fleets in plan_fleets(request, self._quiet):
             yield from run_fleets(wave.program, fleets, self.steps, self._options["point_seconds"], name)
-
-
-def _page_sizes(text: str | None, own: int) -> list[int]:
-    if text is None:
-        return list(dict.fromkeys((own, *_PAGE_SIZES)))
-    try:
-        sizes = [int(word) for word in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if not all(1 <= size <= _MAX_PAGE for size in sizes):
-        raise click.BadParameter(f"{text!r}: write sizes such as 16,64, up to {_MAX_PAGE}", param_hint="--page-sizes")
-    return list(dict.fromkeys(sizes))
 
 
 def _row(candidate: Candidate) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kvctl.client.fleet import Survey
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
@@ -22,15 +22,14 @@ VERSIONS = View(
     (
         Column("component", help="kvctl, or the name of the agent."),
         Column("version"),
-        Column("protocol", kind=Kind.LIST),
+        Column("protocol", Kind.LIST),
         Column("python", width=Width.NORMAL, help="Version of Python."),
         Column("endpoint", width=Width.WIDE),
     ),
 )
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     view=VERSIONS,
     examples=[
         ("This tool", "kvctl version"),
@@ -38,7 +37,6 @@ VERSIONS = View(
     ],
 )
 @click.option("--agents", is_flag=True, help="Also the versions of the running agents.")
-@pass_settings
 def version(settings: Settings, agents: bool) -> None:
     """Version of this tool and the admin protocols that it supports."""
     own = {

@@ -7,15 +7,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import click
 
 from kvctl.client.calls import Call
 from kvctl.client.faults import FaultCode
-from kvctl.client.fleet import Survey
+from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.room_timeline import join
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import live, live_only
 from kvctl.commands.settings import Settings
@@ -23,6 +23,7 @@ from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.health.answers import not_ready
+from kvctl.health.halted_agents import halt
 from kvctl.render import units
 from kvctl_agent.contract.states import MAX_ROOM, STATE_LABELS, RoomState
 
@@ -99,8 +100,10 @@ class Ready:
         self._agents = agents
 
     def progress(self, survey: Survey) -> Progress:
-        answers = survey.answers("status")
+        answers = _running(survey)
         missing = [fault.text for fault in survey.faults]
+        halts = [(agent.name, found) for agent, data in answers if (found := halt(data, agent.name)) is not None]
+        missing += [f"{name} {found.text}" for name, found in halts]
         waiting = [(agent.name, data["waiting_for"], not_ready(data)) for agent, data in answers]
         missing += [f"{name}: {reason}" for name, _, reason in waiting if reason]
         if len(answers) < self._agents:
@@ -124,7 +127,7 @@ class Drained:
         self._names: set[str] = set()  # of these agents, and of their endpoints if they do not answer
 
     def progress(self, survey: Survey) -> Progress:
-        answers = survey.answers("status")
+        answers = _running(survey)
         answered = {agent.endpoint.address for agent, _ in answers}
         silent = [
             fault.text
@@ -186,6 +189,11 @@ class RoomReached:
         return Progress(missing=[f"{name}: {behind}"])
 
 
+def _running(survey: Survey) -> list[tuple[AgentAnswer, Any]]:
+    """Returns the agents that answered `status` and whose process has not ended, each with its answer."""
+    return [(agent, data) for agent, data in survey.answers("status") if agent.ended_ns is None]
+
+
 def _order(state: str) -> int:
     return STATE_LABELS.index(state)
 
@@ -194,8 +202,7 @@ def _agents(number: int) -> str:
     return f"{number} agent{'s' * (number != 1)}"
 
 
-@click.command(
-    cls=KvctlCommand,
+@command(
     examples=[
         ("Start a load once eight agents are there and ready", "kvctl wait --for ready --agents 8 && run-load"),
         ("Stop a worker once its rooms are done", "kvctl wait --for drained -e decode-0 --timeout 5m"),
@@ -226,7 +233,6 @@ def _agents(number: int) -> str:
     help="Number of agents that must answer to be ready; without it one that has not started, or has ended, "
     "is not missed.",
 )
-@pass_settings
 def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
     """Wait until the fleet is ready or drained, or a room is in a state; reads the fleet four times a second.
 

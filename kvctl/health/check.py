@@ -339,8 +339,8 @@ def verdicts(
         no_agents: text of the problem that is reported if no agent answered.
     """
     # An agent that does not answer is a problem in each area, because its state is unknown.
-    silent = list(_silent(snapshot.survey)) if snapshot.agents or snapshot.faults else []
-    if not snapshot.agents and not silent:
+    silent = list(_silent(snapshot.survey)) if snapshot.answered or snapshot.faults else []
+    if not snapshot.answered and not silent:
         silent = [Problem(CheckState.CRITICAL, no_agents)]
     found = []
     for area in areas:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvctl.health.snapshot import Snapshot
 
 AREAS: dict[str, str] = {
-    "ready": "agents answer, and all ranks that they wait for are registered",
+    "ready": "agents run, and all ranks that they wait for are registered",
     "peers": "agents hear each other and have compatible configurations",
     "staging": "no ring or grant blocks transfers, and every part fits",
     "rooms": "rooms make progress, and their data is correct",
@@ -80,7 +80,8 @@ class Code:
         find: returns the findings of a snapshot. It reports nothing where an agent's data is missing and must not raise
             because of an agent's answer.
         alert: PromQL expression of the same condition; "" if metrics cannot express it. `health_code` adds the labels
-            agent and host to those by which it aggregates instances.
+            agent, host, namespace and pod to those by which it aggregates instances; without Kubernetes the latter two
+            are absent.
         area: area of `kvctl check`, a key of `AREAS`.
     """
 
@@ -128,7 +129,7 @@ def health_code(
     name: str, severity: Severity, area: str, *, sees: str, means: str, remedy: str, alert: str = ""
 ) -> Callable[[Find], Code]:
     """Returns a decorator that turns a function from a snapshot to its findings into a health code (`Code`)."""
-    alert = alert.replace("by (instance)", "by (agent, host, instance)")
+    alert = alert.replace("by (instance)", "by (agent, host, instance, namespace, pod)")
     return lambda find: Code(name, sees, means, remedy, severity, find, alert, area)
 
 

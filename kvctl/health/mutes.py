@@ -10,12 +10,12 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvctl.client.atomic_file import atomic_file
 from kvctl.errors import CliError
 from kvctl.health.finding import Finding, Severity
 
@@ -196,19 +196,11 @@ def edit(file: Path) -> Iterator[list[Mute]]:
 
 
 def _write(file: Path, mutes: Sequence[Mute]) -> None:
-    """Replaces the file atomically, so that readers never see a partial file."""
     text = json.dumps({"version": _VERSION, "mutes": [_encode(mute) for mute in mutes]}, indent=2) + "\n"
-    draft = ""
     try:
-        descriptor, draft = tempfile.mkstemp(prefix=".mutes-", dir=file.parent)  # mode 0600, whatever the umask
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(descriptor)
-        Path(draft).replace(file)
+        with atomic_file(file) as stream:
+            stream.write(text.encode())
     except OSError as error:
-        if draft:
-            Path(draft).unlink(missing_ok=True)
         raise CliError(f"{file}: mutes cannot be written: {error.strerror}") from error
 
 

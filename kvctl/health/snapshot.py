@@ -14,6 +14,7 @@ from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.instances import instances
 from kvctl.health.answers import Row, amount, inner, is_agent_name, number, rows, text
+from kvctl.health.halted_agents import Halt, halt
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.health import HEALTH_ROOMS
 
@@ -57,6 +58,11 @@ class Agent:
     @property
     def version(self) -> str:
         return text(self.status, "version")
+
+    @cached_property
+    def halt(self) -> Halt | None:
+        """Why it does no work; None if it works."""
+        return halt(self.status, self.name)
 
     @property
     def observes(self) -> bool:
@@ -154,10 +160,23 @@ class Snapshot:
         return self.survey.faults
 
     @cached_property
-    def agents(self) -> Mapping[str, Agent]:
-        """Agents that answered `status`, by name, in the order of the names."""
+    def answered(self) -> Mapping[str, Agent]:
+        """Agents of which there is an answer to `status`, their own or their observer's; as for `agents`."""
         answers = sorted(self.survey.agents, key=lambda answer: answer.name)
         return {answer.name: _agent(answer) for answer in answers if "status" in answer.data}
+
+    @cached_property
+    def agents(self) -> Mapping[str, Agent]:
+        """Agents that work and answered `status`, by name, in the order of the names."""
+        return {name: agent for name, agent in self.answered.items() if agent.halt is None}
+
+    @cached_property
+    def halted(self) -> Mapping[str, Agent]:
+        """Agents for which an observer answered, as they are stopped, stand still or have ended; as for `agents`.
+
+        What they say is old, so only the codes about such agents read it; to the others they are silent.
+        """
+        return {name: agent for name, agent in self.answered.items() if agent.halt is not None}
 
     @cached_property
     def instances(self) -> Mapping[str, str]:

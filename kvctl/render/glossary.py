@@ -36,7 +36,8 @@ COMMON = {
     "layers": "Layers of the model, first and last included.",
     "name": "Name of the metric.",
     "nonce": "Number that distinguishes successive uses of a room number.",
-    "origin": "Source of the value: default, automatic (chosen by the agent), file, environment or argument.",
+    "origin": "Source of the value: default, engine (its integration's default), automatic (by the agent), file, "
+    "environment or argument.",
     "paths": "Number of parts by transfer path.",
     "peer": "Name of the agent at the other end.",
     "pid": "Process id.",

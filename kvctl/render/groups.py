@@ -1,8 +1,8 @@
 """Groups the ranks of a fleet by host, instance or role, with totals, and tells which groups and ranks are odd.
 
-A rank is odd if it does not answer, drains, waits, has findings, has another version or other settings than most ranks
-of its role, or transfers at less than a third of the median rate of ranks with its role and sizes. A group is odd if
-it has odd ranks, or is an instance of which ranks are missing.
+A rank is odd if it does not answer, has ended, drains, waits, has findings, has another version or other settings than
+most ranks of its role, or transfers at less than a third of the median rate of ranks with its role and sizes. A group
+is odd if it has odd ranks, or is an instance of which ranks are missing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from math import prod
 from typing import Any
 
 from kvctl.client.instances import instances
-from kvctl.client.names import natural_key
+from kvctl.client.names import natural_key, replaced_by
 from kvctl.render.report import Grid
-from kvctl.render.status import GROUPS, FleetSummary, device_kind, summarise
+from kvctl.render.status import GROUPS, FleetSummary, device_kind, runs, summarise
 from kvctl.render.view import Row
 
 _SLOW = 3.0
@@ -47,7 +47,7 @@ class Group:
     Attributes:
         name: name of the host, of the instance, or the role.
         ranks: rows of the ranks that answered.
-        silent: rows of agents that did not answer, which have only name, host and health.
+        silent: rows of agents that have ended, and of those that did not answer, which have only name, host and health.
         missing: number of ranks of the group's instances of which no agent is known.
         oddities: why each odd agent is odd, by name.
         summary: totals of the ranks; None if none answered.
@@ -84,7 +84,7 @@ class Group:
         counts = Counter(reason for reasons in self.oddities.values() for reason in reasons)
         whole = len(self.ranks) + len(self.silent)
         found = [
-            reason if number == whole else f"{number} {reason}" if reason == SILENT else f"{reason} ({number})"
+            reason if number == whole else f"{number} {reason}" if reason in _ABSENT else f"{reason} ({number})"
             for reason, number in counts.most_common()
         ]
         return [f"{self.missing} missing"] * (self.missing > 0) + found
@@ -94,6 +94,9 @@ Sizes = tuple[tuple[str, int], ...]
 
 SILENT = "silent"
 """Oddity of an agent that does not answer."""
+ENDED = "ended"
+"""Oddity of an agent whose process has ended, and of which its observer keeps what it left."""
+_ABSENT = frozenset({SILENT, ENDED})
 
 
 def placed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -122,10 +125,11 @@ def groups(rows: Sequence[Row], by: By) -> list[Group]:
 
 
 def _group(by: By, name: str, members: Sequence[Row], odd: Mapping[str, Sequence[str]]) -> Group:
-    ranks = [row for row in members if "rank" in row]
-    missing = 0 if by is By.HOST else sum(_missing(ranks).values())
+    ranks = [row for row in members if runs(row)]
+    known = [row for row in members if "rank" in row and not replaced_by(row["name"])]
+    missing = 0 if by is By.HOST else sum(_missing(known).values())
     reasons = {row["name"]: odd[row["name"]] for row in members if row["name"] in odd}
-    silent = [row for row in members if "rank" not in row]
+    silent = [row for row in members if not runs(row)]
     return Group(by, name, ranks, silent, missing, reasons, summarise(ranks) if ranks else None)
 
 
@@ -141,9 +145,9 @@ def _missing(ranks: Iterable[Row]) -> dict[str, int]:
 
 def oddities(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Returns why each odd agent is odd, by name; rows as for `groups`."""
-    found: dict[str, list[str]] = {row["name"]: [SILENT] for row in rows if "rank" not in row}
+    found = {row["name"]: [ENDED if "rank" in row else SILENT] for row in rows if not runs(row)}
     for role in ("prefill", "decode"):
-        ranks = [row for row in rows if row.get("role") == role and "rank" in row]
+        ranks = [row for row in rows if row.get("role") == role and runs(row)]
         differing = _differences(ranks)
         slow = _slow_below(ranks)
         for row in ranks:
@@ -295,7 +299,7 @@ def _lines(group: Group) -> list[Row]:
         return [_line(group)]
     odd = sorted(
         (row for row in members if row["name"] in group.oddities),
-        key=lambda row: (group.oddities[row["name"]] != [SILENT], natural_key(row["name"])),
+        key=lambda row: (_ABSENT.isdisjoint(group.oddities[row["name"]]), natural_key(row["name"])),
     )
     shown = odd if len(odd) <= _MAX_RANKS else odd[: _MAX_RANKS - 1]
     lines = [_line(group), *(_rank_line(row, group.oddities[row["name"]]) for row in shown)]
@@ -314,14 +318,7 @@ def _line(group: Group, name: str = "") -> Row:
         "health": ", ".join(group.reasons) or "ok",
     }
     if summary is not None:
-        line |= {
-            "active": sum(summary.active.values()),
-            "failed": summary.failed_total,
-            "gb_per_s": summary.gb_per_s,
-            "p50_ns": summary.p50_ns,
-            "p99_ns": summary.p99_ns,
-            "ring_ratio": summary.ring_ratio,
-        }
+        line |= summary.columns
     return line
 
 
@@ -331,16 +328,8 @@ def _rank_line(row: Row, reasons: Sequence[str]) -> Row:
         "name": row["name"],
         "role": row.get("role"),
         "hosts": row.get("host"),
-        "health": ", ".join(reasons if reasons != [SILENT] else [SILENT, *row["health"]]) or "ok",
+        "health": ", ".join([*reasons, *row["health"]] if _ABSENT & {*reasons} else reasons) or "ok",
     }
-    if "rank" in row:
-        rank = summarise([row])
-        line |= {
-            "active": sum(rank.active.values()),
-            "failed": rank.failed_total,
-            "gb_per_s": rank.gb_per_s,
-            "p50_ns": rank.p50_ns,
-            "p99_ns": rank.p99_ns,
-            "ring_ratio": rank.ring_ratio,
-        }
+    if runs(row):
+        line |= summarise([row]).columns
     return line

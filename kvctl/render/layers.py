@@ -41,7 +41,7 @@ _STAGES = {
 def _stage(stage: str, quantile: str, label: str, width: Width = Width.WIDE, header: str = "") -> Column:
     path = f"stages.{stage}.{quantile}_ns"
     text = f"{label} per part: {_STAGES[stage]}."
-    return Column(f"{stage}_{quantile}", path, Kind.DURATION, width, header, help=text)
+    return Column(f"{stage}_{quantile}", Kind.DURATION, width, text, path=path, header=header)
 
 
 def _median(stage: str) -> Column:
@@ -52,22 +52,20 @@ LAYERS = View(
     "layers",
     (
         Column("agent"),
-        Column("layers", kind=Kind.LAYERS),
+        Column("layers", Kind.LAYERS),
         Column("path", width=Width.NORMAL, help="Transfer path of the parts: bulk, slice, staged or direct."),
-        Column("parts", kind=Kind.COUNT, width=Width.NORMAL, help="Measured parts."),
-        Column("bytes", kind=Kind.BYTES, width=Width.NORMAL, help="Bytes of the measured parts."),
+        Column("parts", Kind.COUNT, Width.NORMAL, "Measured parts."),
+        Column("bytes", Kind.BYTES, Width.NORMAL, "Bytes of the measured parts."),
         *map(_median, STAGES),
-        Column(
-            "exposed", kind=Kind.DURATION, width=Width.NORMAL, help="Mean time of a part after the end of the forward."
-        ),
+        Column("exposed", Kind.DURATION, Width.NORMAL, "Mean time of a part after the end of the forward."),
         Column(
             "hidden",
-            "overlapped_ns",
             Kind.DURATION,
             Width.NORMAL,
-            help="Mean time of a part before the end of the forward.",
+            "Mean time of a part before the end of the forward.",
+            path="overlapped_ns",
         ),
-        Column("share", hidden_share, Kind.RATIO, Width.NORMAL, help="Share of the transfer time that compute hid."),
+        Column("share", Kind.RATIO, Width.NORMAL, "Share of the transfer time that compute hid.", path=hidden_share),
         *(_stage(stage, quantile, f"{quantile[1:]}th percentile") for stage in STAGES for quantile in ("p90", "p99")),
     ),
     sort=("agent", "layers"),

@@ -14,81 +14,79 @@ NICS = View(
     "nics",
     (
         Column("host", help="Name of the host."),
-        Column("device", "name", help="Port of an RDMA device (mlx5_0:1), or network interface."),
+        Column("device", help="Port of an RDMA device (mlx5_0:1), or network interface.", path="name"),
         Column("link", width=Width.NORMAL, help="InfiniBand, RoCE, RDMA (such as EFA), Ethernet or loopback."),
         Column("kind", width=Width.WIDE, help="rdma or interface."),
-        Column("state", styles=palette.LINK_STATES, help="active or up, down, or another state of the kernel."),
+        Column("state", help="active or up, down, or another state of the kernel.", styles=palette.LINK_STATES),
         Column(
             "gbit_per_s",
-            lambda row: _scaled(row["bits_per_s"], 1e9),
             Kind.NUMBER,
-            header="GBIT/S",
             help="Speed of the link.",
+            path=lambda row: _scaled(row["bits_per_s"], 1e9),
+            header="GBIT/S",
         ),
-        Column("sent_gb_per_s", kind=Kind.RATE, header="OUT GB/S", help="GB/s sent since the reading before."),
-        Column("received_gb_per_s", kind=Kind.RATE, header="IN GB/S", help="GB/s received since the reading before."),
+        Column("sent_gb_per_s", Kind.RATE, help="GB/s sent since the reading before.", header="OUT GB/S"),
+        Column("received_gb_per_s", Kind.RATE, help="GB/s received since the reading before.", header="IN GB/S"),
         Column(
-            "sent", "sent_bytes_total", Kind.BYTES, Width.NORMAL, help="Sent by the host since the device was started."
+            "sent", Kind.BYTES, Width.NORMAL, "Sent by the host since the device was started.", path="sent_bytes_total"
         ),
         Column(
-            "received", "received_bytes_total", Kind.BYTES, Width.NORMAL, help="Received since the device was started."
+            "received", Kind.BYTES, Width.NORMAL, "Received since the device was started.", path="received_bytes_total"
         ),
         Column(
             "errors",
-            lambda row: sum(row["errors"].values()),
             Kind.COUNT,
             help="Faults of cable, port or device so far.",
+            path=lambda row: sum(row["errors"].values()),
         ),
         Column(
             "retransmits",
-            lambda row: sum(row["retransmits"].values()),
             Kind.COUNT,
-            header="RESENT",
             help="RDMA: counters of packets that were lost and sent again. Interfaces have none.",
+            path=lambda row: sum(row["retransmits"].values()),
+            header="RESENT",
         ),
-        Column("numa_node", kind=Kind.COUNT, header="NUMA", help="NUMA node of its PCI device."),
+        Column("numa_node", Kind.COUNT, help="NUMA node of its PCI device.", header="NUMA"),
         Column(
-            "gpus", lambda row: near(row["gpus"]), Kind.LIST, Width.NORMAL, help="GPUs below the same PCIe host bridge."
+            "gpus", Kind.LIST, Width.NORMAL, "GPUs below the same PCIe host bridge.", path=lambda row: near(row["gpus"])
         ),
         Column(
             "ranks",
-            kind=Kind.LIST,
+            Kind.LIST,
             help="Agents that use it, or may: those with source `open devices` choose among several.",
         ),
         Column(
             "source",
-            kind=Kind.LIST,
-            width=Width.WIDE,
-            help="Origin of `ranks`: engine, open devices of the process, settings, or route of the packets.",
+            Kind.LIST,
+            Width.WIDE,
+            "Origin of `ranks`: engine, open devices of the process, settings, or route of the packets.",
         ),
         Column("pci", width=Width.WIDE, help="PCI address."),
         Column("model", width=Width.WIDE, help="Model of an RDMA device, driver of an interface."),
-        Column("mtu", kind=Kind.COUNT, width=Width.WIDE, help="Largest packet of an interface, in bytes."),
-        Column("interfaces", kind=Kind.LIST, width=Width.WIDE, help="Interfaces of an RDMA port, members of a bond."),
+        Column("mtu", Kind.COUNT, Width.WIDE, "Largest packet of an interface, in bytes."),
+        Column("interfaces", Kind.LIST, Width.WIDE, "Interfaces of an RDMA port, members of a bond."),
         Column(
             "gids",
-            lambda row: [_gid(each) for each in row["gids"]],
             Kind.LIST,
             Width.WIDE,
-            help="Addresses of an RDMA port.",
+            "Addresses of an RDMA port.",
+            path=lambda row: [_gid(each) for each in row["gids"]],
         ),
         Column(
             "distances",
-            lambda row: row["gpus"],
             Kind.MAP,
             Width.WIDE,
-            help="What is between it and each GPU, as in nvidia-smi topo -m.",
+            "What is between it and each GPU, as in nvidia-smi topo -m.",
+            path=lambda row: row["gpus"],
         ),
         Column(
             "faults",
-            lambda row: {**row["errors"], **row["retransmits"]},
             Kind.MAP,
             Width.WIDE,
-            help="Counters in ERRORS and RESENT.",
+            "Counters in ERRORS and RESENT.",
+            path=lambda row: {**row["errors"], **row["retransmits"]},
         ),
-        Column(
-            "congestion", kind=Kind.MAP, width=Width.WIDE, help="Counters that grow in a busy network without a fault."
-        ),
+        Column("congestion", Kind.MAP, Width.WIDE, "Counters that grow in a busy network without a fault."),
     ),
     sort=("host", "device"),
     empty="no network devices",

@@ -11,7 +11,15 @@ STATES = {
 }
 ROLES = {"prefill": "magenta", "decode": "blue"}
 PEER_STATES = {"ready": "green", "connecting": "yellow", "suspect": "yellow", "lost": "bold red", "refused": "bold red"}
-AGENT_STATES = {"ok": "green", "draining": "yellow", "stale": "yellow", "vanished": "dim"}
+AGENT_STATES = {
+    "ok": "green",
+    "draining": "yellow",
+    "stopped": "bold red",
+    "starved": "bold red",
+    "ended": "yellow",
+    "stale": "yellow",
+    "vanished": "dim",
+}
 LINK_STATES = {"active": "green", "up": "green", "down": "bold red"}
 SEVERITIES = {"debug": "dim", "warning": "yellow", "error": "bold red"}
 ALLOCATION_STATES = {"landed": "cyan", "scattering": "green", "revoking": "yellow", "quarantined": "bold red"}

@@ -19,77 +19,60 @@ PEERS = View(
     (
         Column("agent"),
         Column("peer"),
-        Column("state", styles=palette.PEER_STATES, help="connecting, ready, suspect, lost or refused."),
-        Column("last_heard", kind=Kind.DURATION, header="HEARD", help="Time since the last message from the peer."),
-        Column("rtt", kind=Kind.DURATION, width=Width.NORMAL),
+        Column("state", help="connecting, ready, suspect, lost or refused.", styles=palette.PEER_STATES),
+        Column("last_heard", Kind.DURATION, help="Time since the last message from the peer.", header="HEARD"),
+        Column("rtt", Kind.DURATION, Width.NORMAL),
         Column("lane", width=Width.NORMAL),
-        Column("rooms", kind=Kind.COUNT, help="Active rooms."),
-        Column("errors", "errors_total", Kind.COUNT),
-        Column(
-            "control_queue", kind=Kind.COUNT, width=Width.NORMAL, header="QUEUE", help="Control messages not sent yet."
-        ),
-        Column("differences", kind=Kind.LIST),
-        Column("last_error", kind=Kind.SENTENCE, help="Last error with this peer."),
-        Column(
-            "lane_gb_per_s",
-            kind=Kind.RATE,
-            width=Width.WIDE,
-            header="LANE GB/S",
-            help="Rate of one large write, in GB/s.",
-        ),
+        Column("rooms", Kind.COUNT, help="Active rooms."),
+        Column("errors", Kind.COUNT, path="errors_total"),
+        Column("control_queue", Kind.COUNT, Width.NORMAL, "Control messages not sent yet.", header="QUEUE"),
+        Column("differences", Kind.LIST),
+        Column("last_error", Kind.SENTENCE, help="Last error with this peer."),
+        Column("lane_gb_per_s", Kind.RATE, Width.WIDE, "Rate of one large write, in GB/s.", header="LANE GB/S"),
         Column(
             "lane_descriptor",
-            kind=Kind.DURATION,
-            width=Width.WIDE,
+            Kind.DURATION,
+            Width.WIDE,
+            "Time per scattered descriptor of 512 bytes.",
             header="DESCRIPTOR",
-            help="Time per scattered descriptor of 512 bytes.",
+        ),
+        Column("lane_measured_age", Kind.DURATION, Width.WIDE, "Time since the measurement.", header="MEASURED"),
+        Column(
+            "lane_kind", width=Width.WIDE, help="Type of GPU connection: cuda_ipc, rdma or tcp.", header="CARRIED BY"
         ),
         Column(
-            "lane_measured_age",
-            kind=Kind.DURATION,
-            width=Width.WIDE,
-            header="MEASURED",
-            help="Time since the measurement.",
-        ),
-        Column(
-            "lane_kind", width=Width.WIDE, header="CARRIED BY", help="Type of GPU connection: cuda_ipc, rdma or tcp."
-        ),
-        Column(
-            "lane_source", width=Width.WIDE, header="TOLD BY", help="Origin of CARRIED BY: engine, or rate of a write."
+            "lane_source", width=Width.WIDE, help="Origin of CARRIED BY: engine, or rate of a write.", header="TOLD BY"
         ),
         Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
         Column(
-            "lane_why_not", width=Width.WIDE, header="NOT DIRECT", help="Why the peer's GPU memory is not mapped here."
+            "lane_why_not", width=Width.WIDE, help="Why the peer's GPU memory is not mapped here.", header="NOT DIRECT"
         ),
         Column(
             "same_host",
-            kind=Kind.FLAG,
-            width=Width.WIDE,
-            help="Whether the peer's process is visible on this host, so that its end can be proven.",
+            Kind.FLAG,
+            Width.WIDE,
+            "Whether the peer's process is visible on this host, so that its end can be proven.",
         ),
-        Column("role", styles=palette.ROLES, width=Width.WIDE, help="Role of the peer."),
-        Column("clock_offset", kind=Kind.DURATION, width=Width.WIDE),
-        Column("clock_error", kind=Kind.DURATION, width=Width.WIDE),
+        Column("role", width=Width.WIDE, help="Role of the peer.", styles=palette.ROLES),
+        Column("clock_offset", Kind.DURATION, Width.WIDE),
+        Column("clock_error", Kind.DURATION, Width.WIDE),
         Column(
-            "watermark_sent",
-            kind=Kind.LIST,
-            width=Width.WIDE,
-            help="Decode rank: round, tail and sequence of the watermark last sent.",
+            "watermark_sent", Kind.LIST, Width.WIDE, "Decode rank: round, tail and sequence of the watermark last sent."
         ),
         Column(
             "watermark_seen",
-            kind=Kind.LIST,
-            width=Width.WIDE,
-            help="Prefill rank: round, tail and sequence of the watermark last received.",
+            Kind.LIST,
+            Width.WIDE,
+            "Prefill rank: round, tail and sequence of the watermark last received.",
         ),
         Column("incarnation", width=Width.WIDE),
         Column("endpoint", width=Width.WIDE),
         Column("process", width=Width.WIDE, help="Process id and host of the peer."),
         Column(
             "former",
-            kind=Kind.LIST,
-            width=Width.WIDE,
-            help="Earlier processes with this name that may still write here, because their end is not proven.",
+            Kind.LIST,
+            Width.WIDE,
+            "Earlier processes with this name that may still write here, because their end is not proven.",
         ),
     ),
     sort=("agent", "peer"),
@@ -118,20 +101,20 @@ MATRIX = View(
         Column("decode", help="Name of the decode agent."),
         Column(
             "state",
-            styles={**palette.PEER_STATES, ONE_SIDED: "yellow", NO_LINK: "dim"},
             help="State of the pair: the worse of the two.",
+            styles={**palette.PEER_STATES, ONE_SIDED: "yellow", NO_LINK: "dim"},
         ),
         Column(
-            "prefill_sees", styles=palette.PEER_STATES, width=Width.NORMAL, help="State that the prefill agent reports."
+            "prefill_sees", width=Width.NORMAL, help="State that the prefill agent reports.", styles=palette.PEER_STATES
         ),
         Column(
-            "decode_sees", styles=palette.PEER_STATES, width=Width.NORMAL, help="State that the decode agent reports."
+            "decode_sees", width=Width.NORMAL, help="State that the decode agent reports.", styles=palette.PEER_STATES
         ),
         Column("lane"),
         Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
-        Column("rtt", kind=Kind.DURATION),
-        Column("errors", "errors_total", Kind.COUNT),
-        Column("differences", kind=Kind.LIST),
+        Column("rtt", Kind.DURATION),
+        Column("errors", Kind.COUNT, path="errors_total"),
+        Column("differences", Kind.LIST),
     ),
     sort=("prefill", "decode"),
     empty="no pair of a prefill and a decode agent",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvctl.client.clock import ClockOffset
 from kvctl.client.room_timeline import PartTimeline, RoomTimeline, join
@@ -15,8 +15,10 @@ from kvctl.render.clocks import corrections
 from kvctl.render.findings import without_names
 from kvctl.render.report import Block, Grid, Line, Span, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
-from kvctl_agent.contract.snapshots import RoomDetail
 from kvctl_agent.contract.values import layer_range
+
+if TYPE_CHECKING:
+    from kvctl_agent.contract.snapshots import RoomDetail
 
 
 def _progress(row: Row) -> str | None:
@@ -39,54 +41,52 @@ def _state_age(row: Row) -> Any:
 
 
 _REQUEST = Column(
-    "request_id", width=Width.WIDE, header="REQUEST", help="The engine's id of the request, if it has one."
+    "request_id", width=Width.WIDE, help="The engine's id of the request, if it has one.", header="REQUEST"
 )
 
-_ROOM = Column("room", kind=Kind.ID)
+_ROOM = Column("room", Kind.ID)
 _AGENT = Column("agent")
-_ROLE = Column("role", styles=palette.ROLES, width=Width.NORMAL)
-_STATE = Column("state", styles=palette.STATES, help="Bootstrapping, WaitingForInput, Transferring, Success or Failed.")
+_ROLE = Column("role", width=Width.NORMAL, styles=palette.ROLES)
+_STATE = Column("state", help="Bootstrapping, WaitingForInput, Transferring, Success or Failed.", styles=palette.STATES)
 _LATENCY = Column(
     "latency",
-    kind=Kind.DURATION,
-    width=Width.NORMAL,
-    help="Decode rank: from open to success. Prefill rank: from the first ready part until the room is sent.",
+    Kind.DURATION,
+    Width.NORMAL,
+    "Decode rank: from open to success. Prefill rank: from the first ready part until the room is sent.",
 )
 _PROGRESS = Column(
     "progress",
-    _progress,
     width=Width.NORMAL,
-    header="CELLS",
     help="Cells done of cells planned: scattered on a decode rank, sent on a prefill rank.",
+    path=_progress,
+    header="CELLS",
 )
-_BYTES = Column("bytes", kind=Kind.BYTES, width=Width.NORMAL)
-_FAILURE = Column("failure", _failure, help="First cause of the failure: code, rank and text.")
-_TOKENS = Column("tokens", kind=Kind.COUNT, width=Width.NORMAL)
+_BYTES = Column("bytes", Kind.BYTES, Width.NORMAL)
+_FAILURE = Column("failure", help="First cause of the failure: code, rank and text.", path=_failure)
+_TOKENS = Column("tokens", Kind.COUNT, Width.NORMAL)
 _DETAILS = (
     _REQUEST,
-    Column(
-        "missing", kind=Kind.LIST, width=Width.WIDE, header="WAITS FOR", help="Agents whose message ends this state."
-    ),
-    Column("owed", kind=Kind.MAP, width=Width.WIDE, help="Decode rank: cells that have not landed, by writer."),
-    Column("paths", kind=Kind.MAP, width=Width.NORMAL),
-    Column("landed", "coverage.landed", Kind.COUNT, Width.WIDE),
-    Column("pages", kind=Kind.COUNT, width=Width.WIDE, help="Pages of the room on this rank."),
-    Column("parts", kind=Kind.COUNT, width=Width.WIDE, help="Parts transferred so far."),
-    Column("peers", kind=Kind.LIST, width=Width.WIDE, help="Agents at the other end of the room."),
-    Column("hidden", kind=Kind.DURATION, width=Width.WIDE),
-    Column("exposed", kind=Kind.DURATION, width=Width.WIDE),
-    Column("opened_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room was opened."),
-    Column("forward_done_at", kind=Kind.TIME, width=Width.WIDE, help="Prefill rank: end of the forward of the prompt."),
-    Column("finished_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room finished."),
-    Column("nonce", kind=Kind.ID, width=Width.WIDE),
+    Column("missing", Kind.LIST, Width.WIDE, "Agents whose message ends this state.", header="WAITS FOR"),
+    Column("owed", Kind.MAP, Width.WIDE, "Decode rank: cells that have not landed, by writer."),
+    Column("paths", Kind.MAP, Width.NORMAL),
+    Column("landed", Kind.COUNT, Width.WIDE, path="coverage.landed"),
+    Column("pages", Kind.COUNT, Width.WIDE, "Pages of the room on this rank."),
+    Column("parts", Kind.COUNT, Width.WIDE, "Parts transferred so far."),
+    Column("peers", Kind.LIST, Width.WIDE, "Agents at the other end of the room."),
+    Column("hidden", Kind.DURATION, Width.WIDE),
+    Column("exposed", Kind.DURATION, Width.WIDE),
+    Column("opened_at", Kind.TIME, Width.WIDE, "Time at which the room was opened."),
+    Column("forward_done_at", Kind.TIME, Width.WIDE, "Prefill rank: end of the forward of the prompt."),
+    Column("finished_at", Kind.TIME, Width.WIDE, "Time at which the room finished."),
+    Column("nonce", Kind.ID, Width.WIDE),
 )
 _FINISHED = (
     _ROOM,
     _AGENT,
     _ROLE,
     _STATE,
-    Column("ago", kind=Kind.DURATION, help="Time since the room ended."),
-    Column("age", kind=Kind.DURATION, header="LASTED", help="Time from open to end."),
+    Column("ago", Kind.DURATION, help="Time since the room ended."),
+    Column("age", Kind.DURATION, help="Time from open to end.", header="LASTED"),
     _LATENCY,
     _FAILURE,
     _BYTES,
@@ -102,13 +102,13 @@ ROOMS = View(
         _AGENT,
         _ROLE,
         _STATE,
-        Column("state_age", _state_age, Kind.DURATION, Width.NORMAL, header="FOR"),
-        Column("age", kind=Kind.DURATION, help="Time since the room was opened."),
+        Column("state_age", Kind.DURATION, Width.NORMAL, path=_state_age, header="FOR"),
+        Column("age", Kind.DURATION, help="Time since the room was opened."),
         _PROGRESS,
         _BYTES,
         _FAILURE,
         _TOKENS,
-        Column("parked", kind=Kind.COUNT, width=Width.NORMAL, help="Parts that wait for a ring region or a lease."),
+        Column("parked", Kind.COUNT, Width.NORMAL, "Parts that wait for a ring region or a lease."),
         _LATENCY,
         *_DETAILS,
     ),
@@ -135,17 +135,21 @@ RANKS = View(
         _AGENT,
         Column("role", styles=palette.ROLES),
         _STATE,
-        Column("state_age", _state_age, Kind.DURATION, header="FOR"),
-        Column("planned", "coverage.planned", Kind.COUNT, help="Cells (writer, chunk, layer) in this rank's plan."),
-        Column("sent", "coverage.sent", Kind.COUNT, help="Cells whose write the transfer engine reported complete."),
-        Column("landed", "coverage.landed", Kind.COUNT),
-        Column("scattered", "coverage.scattered", Kind.COUNT, help="Cells that are in their pages."),
-        Column("bytes", kind=Kind.BYTES),
-        Column("paths", kind=Kind.MAP, width=Width.NORMAL),
-        Column("hidden", kind=Kind.DURATION, width=Width.NORMAL),
-        Column("exposed", kind=Kind.DURATION, width=Width.NORMAL),
+        Column("state_age", Kind.DURATION, path=_state_age, header="FOR"),
+        Column(
+            "planned", Kind.COUNT, help="Cells (writer, chunk, layer) in this rank's plan.", path="coverage.planned"
+        ),
+        Column(
+            "sent", Kind.COUNT, help="Cells whose write the transfer engine reported complete.", path="coverage.sent"
+        ),
+        Column("landed", Kind.COUNT, path="coverage.landed"),
+        Column("scattered", Kind.COUNT, help="Cells that are in their pages.", path="coverage.scattered"),
+        Column("bytes", Kind.BYTES),
+        Column("paths", Kind.MAP, Width.NORMAL),
+        Column("hidden", Kind.DURATION, Width.NORMAL),
+        Column("exposed", Kind.DURATION, Width.NORMAL),
         _REQUEST,
-        Column("clock_error", kind=Kind.DURATION, width=Width.NORMAL, header="CLOCK ±"),
+        Column("clock_error", Kind.DURATION, Width.NORMAL, header="CLOCK ±"),
     ),
 )
 
@@ -153,21 +157,21 @@ RANKS = View(
 TIMELINE = View(
     "room",
     (
-        Column("relative", kind=Kind.MILLISECONDS, header="+MS", help="Milliseconds since the room was first opened."),
+        Column("relative", Kind.MILLISECONDS, help="Milliseconds since the room was first opened.", header="+MS"),
         Column("agent"),
         Column(
             "stage",
-            styles={"fail": "bold red", "abort": "bold red", "done": "green"},
             help="Stage of a part, or event of the room.",
+            styles={"fail": "bold red", "abort": "bold red", "done": "green"},
         ),
-        Column("writer", kind=Kind.COUNT, width=Width.NORMAL, help="Number of the prefill rank that writes the part."),
-        Column("chunk", kind=Kind.COUNT, width=Width.NORMAL),
-        Column("layers", kind=Kind.LAYERS, width=Width.NORMAL),
+        Column("writer", Kind.COUNT, Width.NORMAL, "Number of the prefill rank that writes the part."),
+        Column("chunk", Kind.COUNT, Width.NORMAL),
+        Column("layers", Kind.LAYERS, Width.NORMAL),
         Column("peer", width=Width.NORMAL),
-        Column("detail", kind=Kind.SENTENCE, help="Details of the event."),
-        Column("at", kind=Kind.TIME, width=Width.WIDE, header="CLOCK", help="Wall clock of this machine."),
-        Column("room", kind=Kind.ID, width=Width.WIDE),
-        Column("nonce", kind=Kind.ID, width=Width.WIDE),
+        Column("detail", Kind.SENTENCE, help="Details of the event."),
+        Column("at", Kind.TIME, Width.WIDE, "Wall clock of this machine.", header="CLOCK"),
+        Column("room", Kind.ID, Width.WIDE),
+        Column("nonce", Kind.ID, Width.WIDE),
     ),
     empty="no events recorded",
     also=(("Ranks of the room", RANKS),),
@@ -181,16 +185,16 @@ _NAMED = 4  # maximum number of agents named in one note
 CAUSES = View(
     "failed_causes",
     (
-        Column("rooms", kind=Kind.COUNT, help="Rooms that failed for this cause."),
+        Column("rooms", Kind.COUNT, help="Rooms that failed for this cause."),
         Column("code"),
-        Column("last_ago", kind=Kind.DURATION, header="LAST", help="Time since the latest of these failures."),
-        Column("first_ago", kind=Kind.DURATION, width=Width.NORMAL, header="FIRST", help="Time since the first one."),
-        Column("room", kind=Kind.ID, header="EXAMPLE", help="The room that failed last."),
-        Column("cause", kind=Kind.SENTENCE, help="Its cause; those of the others have other names or numbers at most."),
-        Column("peers", kind=Kind.LIST, width=Width.NORMAL, help="Agents at the other end, the most frequent first."),
-        Column("ranks", kind=Kind.LIST, width=Width.NORMAL, help="Agents on which the rooms failed first, likewise."),
-        Column("first_at", kind=Kind.TIME, width=Width.WIDE, help="Time of the first of these failures."),
-        Column("last_at", kind=Kind.TIME, width=Width.WIDE, help="Time of the latest one."),
+        Column("last_ago", Kind.DURATION, help="Time since the latest of these failures.", header="LAST"),
+        Column("first_ago", Kind.DURATION, Width.NORMAL, "Time since the first one.", header="FIRST"),
+        Column("room", Kind.ID, help="The room that failed last.", header="EXAMPLE"),
+        Column("cause", Kind.SENTENCE, help="Its cause; those of the others have other names or numbers at most."),
+        Column("peers", Kind.LIST, Width.NORMAL, "Agents at the other end, the most frequent first."),
+        Column("ranks", Kind.LIST, Width.NORMAL, "Agents on which the rooms failed first, likewise."),
+        Column("first_at", Kind.TIME, Width.WIDE, "Time of the first of these failures."),
+        Column("last_at", Kind.TIME, Width.WIDE, "Time of the latest one."),
     ),
     sort=("-rooms", "last_ago"),
     empty="no failed rooms",
@@ -200,24 +204,19 @@ FAILED = View(
     "failed",
     (
         _ROOM,
-        Column("ago", kind=Kind.DURATION, help="Time since the failure."),
+        Column("ago", Kind.DURATION, help="Time since the failure."),
         Column("rank", help="Agent on which the room failed first."),
         Column("code"),
         Column("text", help="First cause of the failure."),
-        Column("after", kind=Kind.DURATION, width=Width.NORMAL, help="Time from open to failure."),
-        Column("peers", kind=Kind.LIST, width=Width.WIDE, help="Agents at the other end of the room of that agent."),
-        Column("agents", kind=Kind.LIST, width=Width.WIDE, help="Agents that have the room."),
-        Column(
-            "waits_for",
-            kind=Kind.LIST,
-            width=Width.NORMAL,
-            help="Agents that must answer before the room's memory can be reused.",
-        ),
-        Column("failed_at", kind=Kind.TIME, width=Width.WIDE, help="Time at which the room failed."),
-        Column("tokens", kind=Kind.COUNT, width=Width.WIDE),
-        Column("bytes", kind=Kind.BYTES, width=Width.WIDE, help="KV bytes transferred before the failure."),
+        Column("after", Kind.DURATION, Width.NORMAL, "Time from open to failure."),
+        Column("peers", Kind.LIST, Width.WIDE, "Agents at the other end of the room of that agent."),
+        Column("agents", Kind.LIST, Width.WIDE, "Agents that have the room."),
+        Column("waits_for", Kind.LIST, Width.NORMAL, "Agents that must answer before the room's memory can be reused."),
+        Column("failed_at", Kind.TIME, Width.WIDE, "Time at which the room failed."),
+        Column("tokens", Kind.COUNT, Width.WIDE),
+        Column("bytes", Kind.BYTES, Width.WIDE, "KV bytes transferred before the failure."),
         _REQUEST,
-        Column("nonce", kind=Kind.ID, width=Width.WIDE),
+        Column("nonce", Kind.ID, Width.WIDE),
     ),
     sort=("-failed_at", "room"),
     empty="no failed rooms",
@@ -235,7 +234,7 @@ def failed_rows(answers: Iterable[Row], clocks: Mapping[str, ClockOffset], now_n
     """
     by_number: dict[str, list[RoomDetail]] = {}
     for row in answers:
-        detail = cast(RoomDetail, {**row, "timeline": [], "timeline_dropped": 0})
+        detail = cast("RoomDetail", {**row, "timeline": [], "timeline_dropped": 0})
         by_number.setdefault(row["room"], []).append(detail)
     uses = [room for details in by_number.values() for room in join(details, clocks)]
     return [_failed_row(room, now_ns) for room in uses if room.failure is not None]

@@ -8,12 +8,14 @@ p50 is the median of the ranks' p50, p99 the maximum of their p99.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from kvctl.client.names import few_commas
+from kvctl.client.names import few_commas, replaced_by
+from kvctl.health.halted_agents import SILENT_NS, Halted, calls_at_every_turn, engine_silence_ns, halt, last_call
 from kvctl.render import palette, units
 from kvctl.render.bars import filled
 from kvctl.render.layers import PipelineDecisions
@@ -61,36 +63,32 @@ def _health(row: Row) -> str:
 STATUS_LINES = View(
     "status_watch",
     (
-        Column("at", kind=Kind.SECOND, header="TIME", fixed=8),
-        Column("agents", kind=Kind.COUNT, header="UP", fixed=3, help="Agents that answered."),
-        Column("bootstrapping", kind=Kind.COUNT, header="BOOT", fixed=4, help="Rooms in Bootstrapping."),
-        Column("waiting", kind=Kind.COUNT, header="WAIT", fixed=4, help="Rooms in WaitingForInput."),
-        Column("transferring", kind=Kind.COUNT, header="XFER", fixed=4, help="Rooms in Transferring."),
+        Column("at", Kind.SECOND, header="TIME", fixed=8),
+        Column("agents", Kind.COUNT, help="Agents that answered.", header="UP", fixed=3),
+        Column("bootstrapping", Kind.COUNT, help="Rooms in Bootstrapping.", header="BOOT", fixed=4),
+        Column("waiting", Kind.COUNT, help="Rooms in WaitingForInput.", header="WAIT", fixed=4),
+        Column("transferring", Kind.COUNT, help="Rooms in Transferring.", header="XFER", fixed=4),
         Column(
             "done_per_s",
-            kind=Kind.RATE,
+            Kind.RATE,
+            help="Successful rooms per second since the previous line.",
             header="DONE/S",
             fixed=6,
-            help="Successful rooms per second since the previous line.",
         ),
         Column(
-            "failed_per_s",
-            kind=Kind.RATE,
-            header="FAIL/S",
-            fixed=6,
-            help="Failed rooms per second since the previous line.",
+            "failed_per_s", Kind.RATE, help="Failed rooms per second since the previous line.", header="FAIL/S", fixed=6
         ),
-        Column("gb_per_s", kind=Kind.RATE, header="GB/S", fixed=6, help="Transfer rate since the previous line."),
-        Column("ring", kind=Kind.RATIO, fixed=6, help="Share of all rings in use."),
-        Column("p50", kind=Kind.DURATION, fixed=8, help="Median over the ranks' median latencies."),
-        Column("p99", kind=Kind.DURATION, fixed=8, help="Largest of the ranks' 99th percentiles of latency."),
+        Column("gb_per_s", Kind.RATE, help="Transfer rate since the previous line.", header="GB/S", fixed=6),
+        Column("ring", Kind.RATIO, help="Share of all rings in use.", fixed=6),
+        Column("p50", Kind.DURATION, help="Median over the ranks' median latencies.", fixed=8),
+        Column("p99", Kind.DURATION, help="Largest of the ranks' 99th percentiles of latency.", fixed=8),
         Column(
             "health",
-            kind=Kind.COUNT,
-            header="WARN",
-            fixed=4,
-            styles={"0": "green", "": "bold red"},
+            Kind.COUNT,
             help="Warnings and critical findings; unknown if there are none and not all agents answered.",
+            header="WARN",
+            styles={"0": "green", "": "bold red"},
+            fixed=4,
         ),
     ),
 )
@@ -102,22 +100,20 @@ GROUPS = View(
     "status_groups",
     (
         Column("group", help="Host, instance or role; indented below it, those of its agents that are odd."),
-        Column("role", styles=palette.ROLES, help="prefill, decode or both."),
+        Column("role", help="prefill, decode or both.", styles=palette.ROLES),
         Column("hosts", help="Name of the host; the number of hosts if there are several."),
         Column("up", help="Agents that answered, of those that are known or missing."),
-        Column("active", kind=Kind.COUNT, help="Active rooms."),
-        Column("failed", kind=Kind.COUNT, help="Rooms failed since the start."),
-        Column("gb_per_s", kind=Kind.RATE, header="GB/S", help="Sum of the ranks' rates while rooms are open."),
-        Column("p50", kind=Kind.DURATION, width=Width.NORMAL, help="Median over the ranks' median latencies."),
-        Column(
-            "p99", kind=Kind.DURATION, width=Width.NORMAL, help="Largest of the ranks' 99th percentiles of latency."
-        ),
-        Column("ring", kind=Kind.RATIO, width=Width.NORMAL, help="Share of all rings in use."),
+        Column("active", Kind.COUNT, help="Active rooms."),
+        Column("failed", Kind.COUNT, help="Rooms failed since the start."),
+        Column("gb_per_s", Kind.RATE, help="Sum of the ranks' rates while rooms are open.", header="GB/S"),
+        Column("p50", Kind.DURATION, Width.NORMAL, "Median over the ranks' median latencies."),
+        Column("p99", Kind.DURATION, Width.NORMAL, "Largest of the ranks' 99th percentiles of latency."),
+        Column("ring", Kind.RATIO, Width.NORMAL, "Share of all rings in use."),
         Column(
             "health",
-            styles=_HEALTH_STYLES,
             help="ok; or why the group is odd: health codes, silent or missing agents, draining, slow (less than a "
             "third of the median rate), or the version or setting in which it differs from most ranks of its role.",
+            styles=_HEALTH_STYLES,
         ),
     ),
 )
@@ -126,65 +122,67 @@ GROUPS = View(
 STATUS = View(
     "status",
     (
-        Column("agent", "name"),
+        Column("agent", path="name"),
         Column("role", styles=palette.ROLES),
-        Column("active", _active, Kind.COUNT, help="Active rooms."),
-        Column("done", "rooms_finished_total.Success", Kind.COUNT, help="Rooms finished with success since the start."),
-        Column("failed", "rooms_finished_total.Failed", Kind.COUNT, help="Rooms failed since the start."),
-        Column("gb_per_s", "rate.gb_per_s", Kind.RATE, header="GB/S", help="Transfer rate while rooms are open."),
-        Column("p50", "latency.p50_ns", Kind.DURATION, Width.NORMAL, help="Median latency of rooms."),
-        Column("p99", "latency.p99_ns", Kind.DURATION, help="99th percentile of the latency of rooms."),
-        Column("ring", _ring, Kind.RATIO, Width.NORMAL, help="Decode rank: share of the ring in use."),
+        Column("active", Kind.COUNT, help="Active rooms.", path=_active),
+        Column(
+            "done", Kind.COUNT, help="Rooms finished with success since the start.", path="rooms_finished_total.Success"
+        ),
+        Column("failed", Kind.COUNT, help="Rooms failed since the start.", path="rooms_finished_total.Failed"),
+        Column("gb_per_s", Kind.RATE, help="Transfer rate while rooms are open.", path="rate.gb_per_s", header="GB/S"),
+        Column("p50", Kind.DURATION, Width.NORMAL, "Median latency of rooms.", path="latency.p50_ns"),
+        Column("p99", Kind.DURATION, help="99th percentile of the latency of rooms.", path="latency.p99_ns"),
+        Column("ring", Kind.RATIO, Width.NORMAL, "Decode rank: share of the ring in use.", path=_ring),
         Column(
             "health",
-            _health,
-            styles=_HEALTH_STYLES,
             help="Health codes of findings about this agent; ok if there are none, incomplete if there are none and "
             "it did not answer everything.",
+            path=_health,
+            styles=_HEALTH_STYLES,
         ),
-        Column("rank", _rank, width=Width.NORMAL, help="Coordinates on the parallelism axes of size 2 or more."),
-        Column("peers", "peers", Kind.MAP, Width.NORMAL, help="Peers, by state."),
-        Column("transport", "transport.engine", width=Width.NORMAL, help="Transfer engine."),
-        Column("uptime", kind=Kind.DURATION, width=Width.NORMAL),
-        Column("moved", "bytes_total", Kind.BYTES, Width.WIDE, help="KV bytes sent or landed since the start."),
-        Column("rooms", "rooms", Kind.MAP, Width.WIDE, help="Active rooms, by state."),
+        Column("rank", width=Width.NORMAL, help="Coordinates on the parallelism axes of size 2 or more.", path=_rank),
+        Column("peers", Kind.MAP, Width.NORMAL, "Peers, by state.", path="peers"),
+        Column("transport", width=Width.NORMAL, help="Transfer engine.", path="transport.engine"),
+        Column("uptime", Kind.DURATION, Width.NORMAL),
+        Column("moved", Kind.BYTES, Width.WIDE, "KV bytes sent or landed since the start.", path="bytes_total"),
+        Column("rooms", Kind.MAP, Width.WIDE, "Active rooms, by state.", path="rooms"),
         Column(
             "rooms_per_s",
-            "rate.rooms_per_s",
             Kind.RATE,
             Width.WIDE,
+            "Rooms finished per second.",
+            path="rate.rooms_per_s",
             header="ROOMS/S",
-            help="Rooms finished per second.",
         ),
-        Column("p90", "latency.p90_ns", Kind.DURATION, Width.WIDE, help="90th percentile of the latency of rooms."),
+        Column("p90", Kind.DURATION, Width.WIDE, "90th percentile of the latency of rooms.", path="latency.p90_ns"),
         Column(
             "ring_high_water",
-            "ring.high_water_bytes",
             Kind.BYTES,
             Width.WIDE,
-            help="Decode rank: most ring bytes in use at once.",
+            "Decode rank: most ring bytes in use at once.",
+            path="ring.high_water_bytes",
         ),
-        Column("ring_size", "ring.size_bytes", Kind.BYTES, Width.WIDE, help="Decode rank: size of the ring."),
-        Column("pipeline", "pipeline.mode", width=Width.WIDE, help="Prefill rank: mode of layer pipelining."),
+        Column("ring_size", Kind.BYTES, Width.WIDE, "Decode rank: size of the ring.", path="ring.size_bytes"),
+        Column("pipeline", width=Width.WIDE, help="Prefill rank: mode of layer pipelining.", path="pipeline.mode"),
         Column(
             "decisions",
-            "pipeline.decisions",
             Kind.MAP,
             Width.WIDE,
-            help="Prefill rank: forwards by pipelining decision.",
+            "Prefill rank: forwards by pipelining decision.",
+            path="pipeline.decisions",
         ),
-        Column("backend", "transport.backend", width=Width.WIDE, help="Backend of the transfer engine."),
-        Column("lanes", "transport.lanes", Kind.LIST, Width.WIDE, help="Transport lanes in use."),
+        Column("backend", width=Width.WIDE, help="Backend of the transfer engine.", path="transport.backend"),
+        Column("lanes", Kind.LIST, Width.WIDE, "Transport lanes in use.", path="transport.lanes"),
         Column("device", width=Width.WIDE, help="Device of the KV pool."),
         Column("host", width=Width.WIDE),
         Column("instance", width=Width.WIDE, help="Ranks that serve together, called by the stem of their names."),
-        Column("pid", kind=Kind.ID, width=Width.WIDE),
+        Column("pid", Kind.ID, Width.WIDE),
         Column("version", width=Width.WIDE),
         Column(
             "integration",
-            integration,
             width=Width.WIDE,
             help="Engine that the agent is part of, its version, and the mode: backend, replace or observe.",
+            path=integration,
         ),
         Column("incarnation", width=Width.WIDE),
         Column(
@@ -192,7 +190,13 @@ STATUS = View(
             width=Width.WIDE,
             help="What the agent waits for, such as ranks of one of its prefill instances.",
         ),
-        Column("draining", kind=Kind.FLAG, width=Width.WIDE, help="Whether it accepts no new rooms."),
+        Column("draining", Kind.FLAG, Width.WIDE, "Whether it accepts no new rooms."),
+        Column("process_state", width=Width.WIDE, help="State of its process, from the kernel.", header="PROCESS"),
+        Column("turn_age", Kind.DURATION, Width.WIDE, "Time since its control loop began a turn."),
+        Column("engine_call", width=Width.WIDE, help="The engine's latest call of the agent."),
+        Column("engine_call_age", Kind.DURATION, Width.WIDE, "Time since that call."),
+        Column("ended_age", Kind.DURATION, Width.WIDE, "Time since its process ended."),
+        Column("published_age", Kind.DURATION, Width.WIDE, "Age of what the agent last published for its observer."),
     ),
     sort=("-role", "agent"),
     also=(("With --by, or more than 32 agents", GROUPS), ("With -w", STATUS_LINES)),
@@ -220,6 +224,11 @@ def status_line(summary: FleetSummary, change: Rates, now_ns: int, problems: int
     }
 
 
+def runs(row: Row) -> bool:
+    """Returns whether an agent answered `status` and has not ended; for one that has, its observer answered."""
+    return "rooms" in row and row.get("ended_age_ns") is None
+
+
 def screen(rows: Sequence[Row], silent: int, health: Sequence[Span], table: Grid | None = None) -> list[Block]:
     """Formats the summary of the fleet and a table.
 
@@ -229,7 +238,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span], table: Grid
         health: short text about the findings.
         table: the table; by default that of all agents.
     """
-    answered = [row for row in rows if "rooms" in row]
+    answered = [row for row in rows if runs(row)]
     table = table or Grid(STATUS, rows)
     if not answered:
         return [table]
@@ -243,6 +252,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span], table: Grid
         _line("latency", *_latency(summary)),
         *_pipeline(answered),
         *_unavailable(summary),
+        *_hung(answered),
     ]
     return [Text(lines), table]
 
@@ -251,14 +261,15 @@ def outline(rows: Sequence[Row], summary: FleetSummary) -> list[Line]:
     """Formats ranks, rooms, pipelining, and draining or waiting agents, for `kvctl top`.
 
     Args:
-        rows: rows of the agents that answered.
-        summary: their totals.
+        rows: rows of the agents that answered, and of those that have ended.
+        summary: totals of the former.
     """
     return [
         *_ranks(rows),
         _line("rooms", *_rooms(summary)),
-        *_pipeline(rows),
+        *_pipeline([row for row in rows if runs(row)]),
         *_unavailable(summary),
+        *_hung(rows),
     ]
 
 
@@ -287,24 +298,40 @@ def _unavailable(summary: FleetSummary) -> list[Line]:
     return lines
 
 
+def _hung(rows: Iterable[Row]) -> list[Line]:
+    """Formats the agents whose process is stopped, whose control loop does not run, or whose engine is silent."""
+    lines = []
+    for row in rows:
+        found, silent_ns = halt(row, row["name"]), engine_silence_ns(row)
+        if found is not None and found.kind is not Halted.ENDED:
+            lines.append(_line(found.kind, (row["name"], "bold"), (f" {found.text.partition(':')[0]}", "bold red")))
+        elif silent_ns is not None and silent_ns >= SILENT_NS and calls_at_every_turn(row):
+            lines.append(_line("engine", ("that of ", ""), (row["name"], "bold"), (f" {last_call(row)}", "yellow")))
+    more = len(lines) - _MAX_NAMES
+    return [*lines[:_MAX_NAMES], *([_line("", (f"and {more} more", "bold red"))] if more > 0 else [])]
+
+
 def _line(label: str, *spans: Span) -> Line:
     return [(f"{label:<9}", "dim"), *spans]
 
 
 def _agents(rows: Sequence[Row], silent: int) -> list[Span]:
-    agents, hosts = sum("rooms" in row for row in rows), len({row.get("host") for row in rows})
+    agents, hosts = sum(runs(row) for row in rows), len({row.get("host") for row in rows})
+    halts = Counter(found.kind for row in rows if (found := halt(row, row["name"])) is not None)
     where = f" on {hosts} hosts" if hosts > 1 else ""
     spans: list[Span] = [(f"   {agents:,} agent{'s' * (agents != 1)}{where}", "")]
     if silent:
         spans.append((f", {silent} not answering", "bold red"))
+    for kind, number in halts.items():
+        spans.append((f", {number} {kind}", palette.AGENT_STATES[kind]))
     return spans
 
 
 def _ranks(rows: Sequence[Row]) -> list[Line]:
     lines = []
     for role in ("prefill", "decode"):
-        known = [row for row in rows if row.get("role") == role]
-        ranks = [row for row in known if "rank" in row]
+        known = [row for row in rows if row.get("role") == role and not replaced_by(row["name"])]
+        ranks = [row for row in known if runs(row)]
         if not ranks:
             continue
         instances = {(row.get("instance"), tuple(row["sizes"].items())) for row in ranks}
@@ -440,10 +467,22 @@ class FleetSummary:
     def ring_ratio(self) -> float | None:
         return self.ring_used_bytes / self.ring_size_bytes if self.ring_size_bytes else None
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Totals for a row of GROUPS or HOSTS."""
+        return {
+            "active": sum(self.active.values()),
+            "failed": self.failed_total,
+            "gb_per_s": self.gb_per_s,
+            "p50_ns": self.p50_ns,
+            "p99_ns": self.p99_ns,
+            "ring_ratio": self.ring_ratio,
+        }
+
 
 def summarise(statuses: Iterable[Status]) -> FleetSummary:
-    """Sums up the answers of all ranks to `status`."""
-    ranks = list(statuses)
+    """Sums up the answers of all ranks to `status`, without those whose process has ended."""
+    ranks = [rank for rank in statuses if runs(rank)]
     decode = [rank for rank in ranks if rank["role"] == "decode"]
     prefill = [rank for rank in ranks if rank["role"] == "prefill"]
     counted = decode or ranks

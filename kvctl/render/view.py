@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any
 
@@ -138,23 +138,24 @@ class Column:
 
     Attributes:
         name: name in `--columns`, `--sort-by` and `--filter`, which also accept the other `spellings`.
-        path: keys into the row joined by dots (`coverage.landed`), or a function of the row.
         kind: kind of the values.
         width: condition under which the column is shown.
+        help: description; by default that of `glossary.COMMON`, for names with the same meaning in all views.
+        path: keys into the row joined by dots (`coverage.landed`), or a function of the row.
         header: table header; the name in capitals by default.
         styles: terminal style by value.
         fixed: width in streams of lines; 0 for no padding.
-        help: description; by default that of `glossary.COMMON`, for names with the same meaning in all views.
     """
 
     name: str
-    path: str | Callable[[Row], Any] = ""
     kind: Kind = Kind.TEXT
     width: Width = Width.CORE
+    help: str = ""
+    _: KW_ONLY
+    path: str | Callable[[Row], Any] = ""
     header: str = ""
     styles: Mapping[str, str] | None = None
     fixed: int = 0
-    help: str = ""
 
     @property
     def title(self) -> str:

@@ -19,10 +19,8 @@ from kvctl.client.fanout import Reply
 from kvctl.client.fleet import Source, Survey
 from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.errors import CliError
-from kvctl.health.codes import CODES
-from kvctl.health.engine import examine
-from kvctl.health.mutes import Judged, judge, load_or_warn
-from kvctl.health.snapshot import Snapshot
+from kvctl.health.engine import HealthWatch
+from kvctl.health.mutes import Judged
 
 # The health codes need much more data than any view. The pause after a reading for them is this many times the CPU time
 # of the reading, so that they use at most a hundredth of a core and the agents' answers little more, but at most half a
@@ -80,43 +78,6 @@ ActionCalls = Sequence[tuple[str, Call]]
 _HEALTH = Question("health", HEALTH_CALLS)
 
 
-class Feed(Protocol):
-    """Interface through which the app controls the thread that reads the fleet."""
-
-    @property
-    def recorded(self) -> bool:
-        """Whether readings come from a file instead of live agents."""
-        ...
-
-    def start(self, deliver: Deliver) -> None:
-        """Starts the thread, which calls `deliver` with each reading."""
-        ...
-
-    def ask(self, question: Question) -> None:
-        """Changes the question and reads its answers at once, even while paused."""
-        ...
-
-    def acknowledge(self) -> None:
-        """Permits the next reading; the app calls this after it has shown the previous reading."""
-        ...
-
-    def pause(self, paused: bool) -> None:
-        """Pauses the readings, or resumes them if `paused` is False."""
-        ...
-
-    def seek(self, step: int) -> None:
-        """Moves a recording by `step` recorded surveys, backwards if negative, and pauses it."""
-        ...
-
-    def act(self, calls: ActionCalls, done: Callable[[str], None]) -> None:
-        """Sends calls to agents; calls `done` with the result in one line, on any thread."""
-        ...
-
-    def stop(self) -> None:
-        """Ends the thread and waits for it; a reading in progress is completed first."""
-        ...
-
-
 @runtime_checkable
 class RecordedSource(Protocol):
     """A source of recorded surveys: `moments` has their wall-clock times in ns, `moment` is the current index."""
@@ -136,8 +97,8 @@ class LiveSource(Protocol):
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]: ...
 
 
-class SourceFeed:
-    """`Feed` of a live fleet or of a recording.
+class Feed:
+    """The thread that reads a live fleet or a recording, as the app controls it.
 
     Args:
         source: the fleet or recording to read; the feed's thread enters and exits it as a context manager.
@@ -163,39 +124,47 @@ class SourceFeed:
 
     @property
     def recorded(self) -> bool:
+        """Whether readings come from a file instead of live agents."""
         return isinstance(self._source, RecordedSource)
 
     def start(self, deliver: Deliver) -> None:
+        """Starts the thread, which calls `deliver` with each reading."""
         self._deliver = deliver
         self._thread.start()
 
     def ask(self, question: Question) -> None:
+        """Changes the question and reads its answers at once, even while paused."""
         with self._changed:
             self._question, self._urgent = question, True
             self._changed.notify()
 
     def acknowledge(self) -> None:
+        """Permits the next reading; the app calls this after it has shown the previous reading."""
         with self._changed:
             self._acknowledged = True
             self._changed.notify()
 
     def pause(self, paused: bool) -> None:
+        """Pauses the readings, or resumes them if `paused` is False."""
         with self._changed:
             self._paused, self._urgent = paused, not paused
             self._changed.notify()
 
     def seek(self, step: int) -> None:
+        """Moves a recording by `step` recorded surveys, backwards if negative, and pauses it."""
         with self._changed:
             self._step += step
             self._paused = self._urgent = True
             self._changed.notify()
 
     def act(self, calls: ActionCalls, done: Callable[[str], None]) -> None:
+        """Sends calls to agents; calls `done` with the result in one line, on any thread."""
         with self._changed:
             self._actions.append((calls, done))
             self._changed.notify()
 
     def stop(self) -> None:
+        """Ends the thread and waits for it; a reading in progress is completed first."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -256,7 +225,7 @@ class SourceFeed:
         try:
             survey = self._source.survey(question.calls, question.clock_rounds)
             self._endpoints = {agent.name: agent.endpoint for agent in survey.agents}
-            judged = self._health.judge(survey) if question is _HEALTH else None
+            judged = self._health(survey).judged if question is _HEALTH else None
             reading = Reading(question, survey.at_ns, survey, judged=judged, position=self._position())
         except (CliError, OSError) as error:
             reading = Reading(question, time.time_ns(), None, str(error))
@@ -284,21 +253,3 @@ class SourceFeed:
         done = len(requests) - len(failed)
         text = f"{calls[0][1].command}: done on {done} of {len(calls)} agent{'s' * (len(calls) != 1)}"
         return "; ".join([text, *problems])
-
-
-class HealthWatch:
-    """Runs the health codes on successive surveys, comparing each survey with the previous one."""
-
-    def __init__(self) -> None:
-        self._before: Snapshot | None = None
-
-    def judge(self, survey: Survey) -> Judged:
-        """Returns the findings in a survey, raised and muted.
-
-        A survey older than the previous one, from a recording that was moved back, is not compared with it.
-        """
-        before = self._before if self._before is None or self._before.taken_ns < survey.tick_ns else None
-        found = examine(Snapshot(survey, survey.tick_ns, before), CODES)
-        self._before = Snapshot(survey, survey.tick_ns)  # without its predecessor, so that the chain can be freed
-        mutes, _ = load_or_warn()  # kvctl health shows why they cannot be read
-        return judge(found, mutes, survey.at_ns)

@@ -38,12 +38,14 @@ def top(store: Store, mode: Mode) -> Ends:
     """Returns the first line of the screen: number of agents, health and time."""
     spans: list[Span] = [("kvctl top  ", "bold accent")]
     for role in ("prefill", "decode"):
-        number = sum(agent.role == role for agent in store.agents.values())
+        number = sum(agent.role == role and agent.ended_ns is None for agent in store.agents.values())
         if number:
             spans += [(str(number), "bold"), (f" {role}  ", palette.ROLES[role])]
     silent = len(store.silent) + len(store.never_heard)
     if silent:
         spans.append((f"{silent} silent  ", "bold red"))
+    if ended := sum(agent.ended_ns is not None for agent in store.agents.values()):
+        spans.append((f"{ended} ended  ", "yellow"))
     if store.judged is not None and store.answering:
         spans.append(findings.headline([findings.row(each) for each in store.judged.raised], store.complete))
     at = units.clock_seconds(store.now_ns) if store.now_ns else "--:--:--"

@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvctl.client.clock import ClockOffset, more_precise
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
+from kvctl.client.names import replaced_by
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
 from kvctl.health.mutes import Judged
 from kvctl.render.rooms import failed_rows, finished_rows
-from kvctl.render.status import FleetSummary, rates, summarise
+from kvctl.render.status import FleetSummary, rates, runs, summarise
 from kvctl.render.view import Row
 from kvctl.tui.feed import Reading, RecordingPosition
 from kvctl_agent.contract.commands import Level
-from kvctl_agent.contract.snapshots import RoomDetail
+
+if TYPE_CHECKING:
+    from kvctl_agent.contract.snapshots import RoomDetail
 
 _STATUS = "status"
 _FORGET_NS = 600_000_000_000
@@ -84,6 +87,7 @@ class AgentState:
         clock: offset of the agent's clock from this host's clock, from the most accurate reading.
         answers: the agent's last answer to each command.
         trouble: reason why the agent did not answer the last reading; "" if it answered.
+        ended_ns: time since its process ended, if its observer answers with what it left; otherwise None.
     """
 
     name: str
@@ -95,6 +99,7 @@ class AgentState:
     clock: ClockOffset
     answers: dict[str, Any] = field(default_factory=dict)
     trouble: str = ""
+    ended_ns: int | None = None
 
 
 class Store:
@@ -145,7 +150,7 @@ class Store:
             return
         self.subject = reading.question.subject or self.subject
         self._update_agents(reading.survey, for_health=reading.judged is not None)
-        statuses = [data for _, data in reading.survey.answers(_STATUS)]
+        statuses = [data for _, data in reading.survey.answers(_STATUS) if runs(data)]
         self.summary = summarise(statuses)
         if reading.judged is not None:
             self.judged, self.judged_at_ns = reading.judged, self.now_ns
@@ -168,8 +173,10 @@ class Store:
         return [{**row, "health": codes.get(row["name"], [])} for row in self.rows("status")]
 
     def stale_ns(self, agent: str) -> int | None:
-        """Returns the nanoseconds since an agent's last answer; None if it answers or is unknown."""
+        """Returns the nanoseconds since an agent's last answer, or since its end; None if it answers or is unknown."""
         state = self.agents.get(agent)
+        if state is not None and state.ended_ns is not None:
+            return state.ended_ns
         return None if state is None or not state.trouble else max(0, self.now_ns - state.seen_ns)
 
     @property
@@ -197,10 +204,11 @@ class Store:
 
         None if no agent reports the room.
         """
-        details = [cast(RoomDetail, row) for row in self.rows("room") if row["room"] == number]
+        details = [cast("RoomDetail", row) for row in self.rows("room") if row["room"] == number]
         clocks = {name: state.clock for name, state in self.agents.items()}
         hosts = self.survey.hosts if self.survey is not None else {}
-        return next(iter(most_informative_first(join(details, clocks, hosts))), None)
+        silent = {name: state.trouble.partition("; ")[0] for name, state in self.agents.items() if state.trouble}
+        return next(iter(most_informative_first(join(details, clocks, hosts, silent))), None)
 
     def finished_rooms(self) -> list[Row]:
         """Returns the rows of the agents' last answers to `history`, with the time since each room ended."""
@@ -235,6 +243,7 @@ class Store:
                 )
             state.clock = more_precise(answer.clock, state.clock, self.now_ns - state.seen_ns)
             state.seen_ns, state.trouble, state.level = self.now_ns, "", answer.hello["level"]
+            state.ended_ns = answer.ended_ns
             # The health codes read fewer rows than a panel, which still shows those that it has read.
             shown = set(state.answers) - {_STATUS} if for_health else set()
             brief = "omitted" in answer.data and _STATUS in answer.data
@@ -255,7 +264,7 @@ class Store:
                 del self.agents[name]
 
     def _add_events(self, agent: AgentAnswer, data: Mapping[str, Any]) -> None:
-        key = (agent.name, agent.hello["incarnation"])
+        key = (replaced_by(agent.name) or agent.name, agent.hello["incarnation"])
         expected = self._next_event.get(key)
         rows = [row for row in data["events"] if expected is None or row["sequence"] >= expected]
         if rows and expected is not None:

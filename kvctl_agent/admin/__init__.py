@@ -1,3 +1,3 @@
-"""Admin server of an agent: answers requests of operators' tools without slowing down transfers."""
+"""What operators see of an agent's components, and what they may have it do."""
 
 from __future__ import annotations

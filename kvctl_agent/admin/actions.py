@@ -1,31 +1,37 @@
-"""Handlers of the admin commands that change something: abort, release, forget, drain, resume, set and probe.
+"""Handlers of the admin commands that change something, and of `inputs`, which only the agent has.
 
-They run on the admin thread and return within about two seconds: a longer measurement continues in the background, and
-repeating the request returns its result. All commands are idempotent and report "unchanged" if there is nothing to do.
+They run on the thread of the agent's link to its observer and return within about two seconds: a longer measurement
+continues in the background, and repeating the request returns its result. All commands are idempotent and report
+"unchanged" if there is nothing to do.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.contract.connection_cost import ConnectionCost
+from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.snapshots import ActionResult, Probe, ProbeRow, Result
 from kvctl_agent.errors import ConfigError, KvctlError, LocalProtocolError, RequestRefused
+from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.runtime.peer_connections import CostMeasurement
+from kvctl_agent.protocol.messages import PROTOCOL_VERSION
+from kvctl_agent.runtime.peer_connections import Measurement
+from kvctl_agent.transport.cost_probe import ConnectionCost
 
-_ANSWER_S = 1.5
+_ANSWER_S = 1.0  # less than the observer waits for an answer
 _MOST_PROBED_BYTES = 64 << 20
-_UNCLAIMED_NS = 10_000_000_000  # a probe result that is not fetched within this time is dropped
+_UNCLAIMED_NS = 10_000_000_000  # after which the result of a probe for which nobody asks again is dropped
 _WAITS = ("bootstrap_timeout_s", "waiting_timeout_s")
 
 
 class AdminActions:
-    """Changing admin commands: each command is a method of the same name, with its arguments as keyword arguments."""
+    """Admin commands that the agent carries out: each is a method of the same name, with keyword arguments."""
 
     def __init__(self, parts: AgentParts, client: Callable[[], str]) -> None:
         """Creates the handlers of the agent with these components.
@@ -36,10 +42,10 @@ class AdminActions:
         """
         self._parts = parts
         self._client = client
-        self._probes: dict[tuple[str, int | None], CostMeasurement] = {}
+        self._probes: dict[tuple[str, int | None], Measurement] = {}
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
-        """Returns the handlers by command name, for `AdminServer`."""
+        """Returns the handlers by command name, for `ObserverLink`."""
         acts: tuple[Callable[..., Any], ...] = (
             self.abort,
             self.release,
@@ -48,6 +54,7 @@ class AdminActions:
             self.resume,
             self.set,
             self.probe,
+            self.inputs,
         )
         return {act.__name__: lambda args, act=act: act(**args) for act in acts}  # type: ignore[misc]
 
@@ -55,7 +62,7 @@ class AdminActions:
         text = f"aborted by an operator{f': {reason}' if reason else ''}"
         answer = self._ask(lambda ticket: ev.AbortRoom(room, text, ticket))
         if answer.result == "unknown":
-            return [self._done(f"room {room}", "unchanged", self._ended(room))]
+            raise self._unknown(room)
         return [self._answered(f"room {room}", answer, room)]
 
     def release(self, serial: int | None = None, room: int | None = None, force: bool = False) -> list[ActionResult]:
@@ -65,7 +72,7 @@ class AdminActions:
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, "release takes either serial or room")
         answer = self._ask(lambda ticket: ev.ReleaseHeld(ticket, serial or 0, room, force))
         if answer.result == "unknown" and room is not None:
-            return [self._done(f"room {room}", "unchanged", self._ended(room))]
+            raise self._unknown(room)
         return [self._answered(f"allocation {serial}" if room is None else f"room {room}", answer, room)]
 
     def forget(self, peer: str, force: bool = False) -> list[ActionResult]:
@@ -78,7 +85,7 @@ class AdminActions:
             self._parts.lifecycle.begin_drain()
         except LocalProtocolError as error:
             raise self._refusal(str(error)) from None
-        left = len(self._parts.telemetry.rooms.active())
+        left = len(self._parts.telemetry.rooms)
         text = f"takes no new rooms; {f'{left} in flight: kvctl wait --for drained' if left else 'none in flight'}"
         return [self._done("rooms", "unchanged" if before else "draining", text)]
 
@@ -108,8 +115,8 @@ class AdminActions:
     def probe(self, peer: str | None = None, bytes: int | None = None, busy: bool = False) -> Probe:
         """Measures the cost of writes to a peer, between parts.
 
-        If the measurement takes longer than 1.5 s, the reply has `running` set, and repeating the request returns the
-        result.
+        If the measurement takes longer than a second, the reply has `running` set, and repeating the request returns
+        the result.
 
         Args:
             peer: agent name of the peer; None: the first connected one.
@@ -125,9 +132,9 @@ class AdminActions:
             raise self._refusal(f"{self._parts.name} is a decode rank: connections are measured by prefill ranks")
         if bytes is not None and not 1 << 20 <= bytes <= _MOST_PROBED_BYTES:
             raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"bytes is from {1 << 20} to {_MOST_PROBED_BYTES}")
-        since_ns = time.monotonic_ns() - _UNCLAIMED_NS
+        now_ns = time.monotonic_ns()
         for old, measurement in list(self._probes.items()):
-            if 0 < measurement.ended_ns <= since_ns:
+            if measurement.cost.done() and now_ns - measurement.asked_ns >= _UNCLAIMED_NS:
                 del self._probes[old]
         key = peer or "", bytes
         running = self._probes.get(key)
@@ -143,13 +150,16 @@ class AdminActions:
                 running = parts.connections.begin(peer, bytes)
             except KvctlError as error:
                 raise self._refusal(str(error)) from None
-            self._probes[key] = running
             self._record(f"the connection to {running.peer} is probed")
+        self._probes[key] = running._replace(asked_ns=now_ns)
+        cost: ConnectionCost | None = None
         try:
-            cost = running.wait(_ANSWER_S)
+            cost = running.cost.result(_ANSWER_S)
         except KvctlError as error:
             del self._probes[key]
             raise self._refusal(str(error)) from None
+        except TimeoutError:
+            pass
         answer: Probe = {
             "agent": self._parts.name,
             "peer": running.peer,
@@ -185,6 +195,38 @@ class AdminActions:
             for descriptors, nbytes, each, write in points
         ]
 
+    def inputs(self, since: int | None = None, until: int | None = None) -> InputPage:
+        """Returns a page of the state machine's recorded inputs, compressed on this thread.
+
+        Args:
+            since: number of the first blob; None: the oldest one stored.
+            until: number after the last blob; None: up to now.
+
+        Raises:
+            RequestRefused: none are recorded.
+        """
+        inputs, local = self._parts.inputs, self._parts.local
+        pieces = inputs.pieces(since, until)
+        return {
+            "header": {
+                "name": local.name,
+                "role": local.role,
+                "incarnation": f"{local.incarnation:016x}",
+                "pid": os.getpid(),
+                "version": VERSION,
+                "protocol_version": PROTOCOL_VERSION,
+                "plan_version": PLAN_VERSION,
+                "clock_offset_ns": self._parts.telemetry.clock.offset_ns,
+                "taken": inputs.taken,
+                "missed": inputs.missed,
+                "fault": inputs.fault,
+            },
+            "blobs": pieces.blobs,
+            "next": pieces.next,
+            "end": pieces.end,
+            "dropped": pieces.dropped,
+        }
+
     def _check_lease(self, name: str) -> None:
         """Raises RequestRefused if the peer has been silent for too long, since its registered memory may be gone."""
         peer, now_ns = self._parts.machine.peers.get(name), time.monotonic_ns()
@@ -209,18 +251,9 @@ class AdminActions:
             raise self._refusal(answer.text)
         return answer
 
-    def _ended(self, room: int) -> str:
-        """Returns a text that says when and how a room ended that the state machine has forgotten.
-
-        Raises:
-            RequestRefused: there is no record of the room.
-        """
-        telemetry = self._parts.telemetry
-        for record in telemetry.rooms.find(room):
-            if record.finished_at is not None:
-                ago_s = (time.monotonic_ns() - record.finished_at) / 1e9
-                return f"room {room} ended {ago_s:.1f} s ago as {record.state_now.label}"
-        raise RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or recent")
+    def _unknown(self, room: int) -> RequestRefused:
+        """Returns the refusal for a room that the machine does not know; the observer knows if it has ended."""
+        return RequestRefused(ErrorCode.UNKNOWN_ROOM, f"{self._parts.name} knows no room {room}, active or recent")
 
     def _answered(self, subject: str, answer: ev.Answered, room: int | None) -> ActionResult:
         return self._done(subject, answer.result, answer.text, room)  # type: ignore[arg-type]

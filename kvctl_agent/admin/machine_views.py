@@ -1,23 +1,23 @@
 """Read-only views of the protocol state machine for admin replies: staging ring, gated parts, and what rooms wait for.
 
-The functions run on the admin thread while the control loop changes the machine, so they copy each mapping in one step
-before iterating over it.
+The control loop publishes them in pieces, or a thread of the observer reads them while the control loop changes the
+machine: they copy each mapping in one step before iterating over it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from kvctl_agent.contract.snapshots import GatedPart, OwedParts, RingAllocation, RingUse, RingView, RoomRow
+from kvctl_agent.contract.snapshots import GatedPart, OwedParts, RingAllocation, RingState, RingUse
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.observer.documents import Diagnosis
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.prefill.send_room import Part, PartState, PeerTransfer, SendRoom, Wait
-from kvctl_agent.protocol.ring import Allocation, RegionState
-from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.protocol.ring import Allocation
 
 GONE = "gone"
 
@@ -35,42 +35,28 @@ def ring_use(machine: Machine) -> RingUse | None:
     }
 
 
-def ring_view(machine: Machine, telemetry: Telemetry) -> RingView | None:
-    """Returns the state of a decode rank's staging ring and of all its allocations; None if the rank has no ring."""
+def ring_state(machine: Machine) -> RingState | None:
+    """Returns the state of a decode rank's staging ring; None if the rank has no ring."""
     if not isinstance(machine, DecodeMachine) or not machine.ring.size_bytes:
         return None
-    now = time.monotonic_ns()
     ring = machine.ring
-    allocations = [_allocation(machine, allocation, now) for allocation in machine.allocations()]
-    metrics, watermark = telemetry.metrics, ring.watermark
-    pin = next((allocation for allocation in allocations if not allocation["aside"]), None)
     return {
         "size_bytes": ring.size_bytes,
         "head_bytes": ring.head,
         "round": ring.round,
         "used_bytes": ring.used_bytes,
         "high_water_bytes": ring.high_water_bytes,
-        "watermark": {
-            "round": watermark.round,
-            "tail": watermark.tail,
-            "age_ns": pin["age_ns"] if pin else 0,
-        },
-        "allocations": allocations,
-        "copies": {
-            "waiting": sum(allocation["state"] == RegionState.LANDED.value for allocation in allocations),
-            "copying_age_ns": since(telemetry.copying_since_ns, now),
-            "turn_age_ns": since(telemetry.arrival_turn_ns, now),
-        },
-        "granted_total": int(metrics.total("kvctl_ring_grants_total")),
-        "refused_total": int(metrics.total("kvctl_ring_refusals_total")),
+        "watermark": {"round": ring.watermark.round, "tail": ring.watermark.tail, "age_ns": 0},
         "refused_largest_bytes": machine.refused_largest_bytes or None,
-        "revoked_total": int(metrics.total("kvctl_ring_revokes_total")),
     }
 
 
-def since(at_ns: int, now_ns: int) -> int | None:
-    """Returns the ns from `at_ns` to `now_ns`; None if `at_ns` is 0, which means never."""
-    return max(0, now_ns - at_ns) if at_ns else None
+def allocations(machine: Machine) -> Iterator[RingAllocation]:
+    """Yields the allocations of a decode rank's staging ring, oldest first; none without a ring."""
+    if isinstance(machine, DecodeMachine):
+        now = time.monotonic_ns()
+        for allocation in machine.allocations():
+            yield _allocation(machine, allocation, now)
 
 
 def _allocation(machine: DecodeMachine, allocation: Allocation, now_ns: int) -> RingAllocation:
@@ -95,12 +81,17 @@ def _allocation(machine: DecodeMachine, allocation: Allocation, now_ns: int) -> 
     }
 
 
-def gated_parts(machine: Machine) -> list[GatedPart]:
-    """Returns the gated parts of a prefill rank, which are ready but may not be sent yet; none on a decode rank."""
-    if not isinstance(machine, PrefillMachine):
-        return []
-    now = time.monotonic_ns()
-    return [_gated(machine, transfer, part, now) for transfer, part in machine.parked()]
+def gated_count(machine: Machine) -> int:
+    """Returns the number of gated parts of a prefill rank; 0 on a decode rank."""
+    return len(machine.parked()) if isinstance(machine, PrefillMachine) else 0
+
+
+def gated_parts(machine: Machine) -> Iterator[GatedPart]:
+    """Yields the gated parts of a prefill rank, which are ready but may not be sent yet; none on a decode rank."""
+    if isinstance(machine, PrefillMachine):
+        now = time.monotonic_ns()
+        for transfer, part in machine.parked():
+            yield _gated(machine, transfer, part, now)
 
 
 def _gated(machine: PrefillMachine, transfer: PeerTransfer, part: Part, now_ns: int) -> GatedPart:
@@ -124,18 +115,28 @@ def _gated(machine: PrefillMachine, transfer: PeerTransfer, part: Part, now_ns: 
 _WRITE = "its write to end"
 
 
-def add_diagnosis(machine: Machine, row: RoomRow) -> None:
-    """Fills in `missing`, and on a decode rank `owed`, of an active room's row from the protocol state machine."""
-    number, nonce = int(row["room"]), int(row["nonce"])
+def diagnoses(machine: Machine) -> Iterator[Diagnosis]:
+    """Yields what the rooms wait for, those that have been in their state for the longest time first."""
     if isinstance(machine, DecodeMachine):
-        room = machine.rooms.get(number)
-        if room is not None and room.nonce == nonce:
-            row["owed"] = _owed(room)
-            row["missing"] = _awaited_prefill(machine, room, row["owed"])
+        for room in sorted(machine.rooms.values(), key=lambda room: room.since_ns):
+            owed = _owed(room)
+            yield {
+                "room": str(room.room),
+                "nonce": str(room.nonce),
+                "missing": _awaited_prefill(machine, room, owed),
+                "owed": owed,
+                "owed_parts": _not_arrived(machine, room) if room.failure is None else [],
+            }
     elif isinstance(machine, PrefillMachine):
-        sending = machine.rooms.get(number)
-        if sending is not None and sending.record.nonce == nonce:
-            row["missing"] = _awaited_decode(sending)
+        for sending in sorted(machine.rooms.values(), key=lambda room: room.since_ns):
+            transfers = () if sending.failure else sending.transfers.copy().values()
+            yield {
+                "room": str(sending.room),
+                "nonce": str(sending.record.nonce),
+                "missing": _awaited_decode(sending),
+                "owed": {},
+                "owed_parts": [owed for transfer in transfers for owed in _not_sent(machine, sending, transfer)],
+            }
 
 
 def _awaited_prefill(machine: DecodeMachine, room: RecvRoom, owed: dict[str, int]) -> list[str]:
@@ -170,18 +171,6 @@ def _awaited_decode(room: SendRoom) -> list[str]:
     if room.failure is not None:
         return [name for name, transfer in transfers.items() if not transfer.acked]
     return [name for name, transfer in transfers.items() if not transfer.done] if room.released else []
-
-
-def owed_parts(machine: Machine, row: RoomRow) -> list[OwedParts]:
-    """Returns the unsent (prefill) or missing (decode) parts of an active room; none if the room has failed."""
-    number, nonce = int(row["room"]), int(row["nonce"])
-    if isinstance(machine, DecodeMachine):
-        room = machine.rooms.get(number)
-        return _not_arrived(machine, room) if room and room.nonce == nonce and room.failure is None else []
-    sending = machine.rooms.get(number) if isinstance(machine, PrefillMachine) else None
-    if not isinstance(machine, PrefillMachine) or sending is None or sending.record.nonce != nonce or sending.failure:
-        return []
-    return [owed for transfer in sending.transfers.copy().values() for owed in _not_sent(machine, sending, transfer)]
 
 
 def _not_arrived(machine: DecodeMachine, room: RecvRoom) -> list[OwedParts]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
+from zlib import crc32
 
 MAGIC = b"KVA1"
 PROTOCOL_MIN = 1
@@ -27,7 +28,15 @@ MAX_REPLY_BYTES = 64 << 20
 MAX_SOCKET_PATH_BYTES = 107
 SOCKET_SUFFIX = ".sock"
 LOCK_SUFFIX = ".lock"
+ENDED_SUFFIX = ".ended"
+"""Suffix of the region of a worker that has ended without closing it; its modification time is that of the end."""
 SOCKET_DIR_VARIABLE = "KVCTL_SOCKET_DIR"
+OBSERVER_SOCKET = "observer.ctl"
+"""Name of the Unix socket, in the directory of the admin sockets, at which agents register with the observer process;
+it refuses connections if that process was killed."""
+RELAY_SOCKET = "observer.agents"
+"""Name of the Unix socket, in the same directory, at which the observer process answers for each of its agents. A
+request has a fourth frame, the agent's name, and gets that agent's reply; one with an empty name gets all names."""
 
 
 class ErrorCode(StrEnum):
@@ -37,6 +46,7 @@ class ErrorCode(StrEnum):
     BAD_ARGUMENT = "bad-argument"
     UNKNOWN_COMMAND = "unknown-command"
     UNKNOWN_ROOM = "unknown-room"
+    UNKNOWN_AGENT = "unknown-agent"
     NOT_PERMITTED = "not-permitted"
     REFUSED = "refused"  # the action is unsafe or not applicable now; the message gives the reason
     TIMEOUT = "timeout"
@@ -59,6 +69,18 @@ def socket_dir() -> Path:
     if system.is_dir() and os.access(system, os.W_OK | os.X_OK):
         return system
     return Path(f"/tmp/kvctl-{os.getuid()}")
+
+
+def region_directory(sockets: Path) -> Path:
+    """Returns the directory of the regions of agents whose admin sockets are in `sockets`.
+
+    It is in /dev/shm, if that is there and can be written, as on a disk the kernel would write the pages back.
+    """
+    memory = Path("/dev/shm")
+    if memory.is_dir() and os.access(memory, os.W_OK | os.X_OK):
+        number = crc32(os.fsencode(sockets.resolve()))  # of all its spellings
+        return memory / f"kvctl-{os.geteuid()}-{number:08x}"
+    return sockets
 
 
 def lock_path(socket: Path) -> Path:

@@ -51,10 +51,10 @@ KEYS: tuple[Key, ...] = (
         str,
         "",
         "Engine parameters: name=value pairs separated by commas. nixl: backend, and the parameters of that backend. "
-        "num_threads (UCX): threads among which large writes are divided; automatic: on prefill ranks with host memory "
-        "the rank's share of the cores, at most 8, none if that is one core; of several ranks each leaves half of its "
-        "share, if 4 threads remain; with at most 4 cores only threads of native code, which rest while "
-        "other threads of the process compute. "
+        "num_threads (UCX): threads among which large writes are divided; no effect with KV on a GPU; automatic: on "
+        "prefill ranks with host memory the rank's share of the cores, at most 8, none if that is one core; of several "
+        "ranks each leaves half of its share, if 4 threads remain; with at most 4 cores they rest while other threads "
+        "of the process compute. "
         "mooncake: protocol (tcp, rdma, nvlink, nvlink_intra, efa), device (several joined by +), host (for peers; "
         "automatic: its address on the way to the registry). loopback: directory.",
         sglang="SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS",
@@ -410,6 +410,34 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("timeline_events", int, 512, "Timeline events kept per room.", minimum=0, maximum=65536),
     Key("recorder_events", int, 4096, "Entries kept by the flight recorder.", minimum=16, maximum=1 << 20),
+    Key(
+        "observer",
+        str,
+        "process",
+        "Where the admin socket, metrics and probes are served: process (one observer process for all workers of this "
+        "user with this socket directory, started if necessary; a thread where no process can be started), or thread "
+        "(a thread of this process).",
+        choices=("process", "thread"),
+    ),
+    Key(
+        "black_box_s",
+        int,
+        3600,
+        "Time for which the observer process keeps what it knows of a worker that ended without closing its agent; "
+        "0: it keeps nothing.",
+        unit="s",
+        minimum=0,
+        maximum=7 * 86400,
+    ),
+    Key(
+        "log_mb",
+        int,
+        4,
+        "Size of the log in shared memory in which the agent writes its events; less where shared memory is small.",
+        unit="MiB",
+        minimum=1,
+        maximum=1024,
+    ),
     Key(
         "record_inputs",
         int,

@@ -7,9 +7,14 @@ from pathlib import Path
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
+_PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
 def install(extra: str) -> str:
-    """Returns the command, which runs in a checkout of kvctl, because no package index has kvctl."""
-    return f"`pip install '.[{extra}]'` in a checkout of kvctl"
+    """Returns the command, which depends on whether kvctl runs from a checkout or was installed from wheels."""
+    if _PROJECT.is_file():
+        return f"`pip install '.[{extra}]'` in a checkout of kvctl"
+    return f"`pip install 'kvctl[{extra}]'`"
 
 
 def engine_extra(transport: str) -> str:

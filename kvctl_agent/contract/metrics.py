@@ -193,6 +193,14 @@ METRICS: tuple[Metric, ...] = (
         "",
         "OpenTelemetry spans of rooms dropped because the export queue was full.",
     ),
+    Metric(
+        "kvctl_log_gaps_total",
+        "counter",
+        "",
+        'Gaps in what the observer knows of an agent: "lost" counts times at which the agent wrote its log faster than '
+        'it was read, "unreadable" single records.',
+        ("reason",),
+    ),
     Metric("kvctl_admin_requests_total", "counter", "", "Admin requests, by command.", ("command",)),
     Metric("kvctl_admin_errors_total", "counter", "", "Admin requests refused, by code.", ("code",)),
 )

@@ -1,7 +1,7 @@
 """Loads the agent's configuration and records the source of every value.
 
-Sources, in increasing precedence: defaults, file, environment, arguments. An undeclared key is an error in every
-source: a misspelt key that is silently ignored would be hard to find.
+Sources, in increasing precedence: defaults, the engine's defaults, file, environment, arguments. An undeclared key is
+an error in every source: a misspelt key that is silently ignored would be hard to find.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FALSE = ("0", "false", "off", "no")
 
 
 class Setting(NamedTuple):
-    """A value and its source: "default", "automatic", "file <path>", "environment KVCTL_X" or "argument"."""
+    """A value and its source: "default", "engine", "automatic", "file <path>", "environment KVCTL_X" or "argument"."""
 
     value: Value
     origin: str
@@ -46,10 +46,14 @@ class Settings(Mapping[str, Any]):
 
     Values are typed Any: write `path: str = settings["path"]`; the loader has checked that the value has
     the key's declared type.
+
+    Attributes:
+        changes: number of changes so far.
     """
 
     def __init__(self, entries: Mapping[str, Setting]) -> None:
         self._entries = dict(entries)
+        self.changes = 0
 
     def __getitem__(self, name: str) -> Any:
         return self._entry(name).value
@@ -89,6 +93,7 @@ class Settings(Mapping[str, Any]):
         _check_together(entries)
         if before.value != now.value:
             self._entries = entries
+            self.changes += 1
         return before.value, now.value
 
     def complete(self, name: str, value: Value) -> None:
@@ -97,6 +102,7 @@ class Settings(Mapping[str, Any]):
         if value != before.value:
             origin = "automatic" if before.origin == "default" else before.origin
             self._entries[name] = Setting(value, origin)
+            self.changes += 1
 
     def rows(self) -> list[ConfigRow]:
         """Returns the reply to the admin command `config`: one row per key, in order of declaration."""
@@ -124,6 +130,7 @@ def load_settings(
     arguments: Mapping[str, Value],
     environ: Mapping[str, str] | None = None,
     file: Path | None = None,
+    defaults: Mapping[str, Value] | None = None,
 ) -> Settings:
     """Loads the settings from arguments, environment, file and defaults.
 
@@ -132,15 +139,17 @@ def load_settings(
         environ: environment to read; None means `os.environ`.
         file: configuration file, which must exist. None means the file named by `KVCTL_CONFIG`, which must exist, or
             else `$XDG_CONFIG_HOME/kvctl/agent.toml`, which may be missing.
+        defaults: values by key that take the place of the declared defaults, as those of an engine's integration.
 
     Raises:
         ConfigError: an unknown key, a wrong value, values that contradict each other, or an unreadable file.
     """
     environ = os.environ if environ is None else environ
     entries = {key.name: Setting(key.default, "default") for key in KEYS}
+    entries.update(_from_program(defaults or {}, "engine"))
     entries.update(_from_file(environ, file))
     entries.update(_from_environment(environ))
-    entries.update(_from_arguments(arguments))
+    entries.update(_from_program(arguments, "argument"))
     _check_together(entries)
     return Settings(entries)
 
@@ -153,8 +162,8 @@ def load_or_explain(arguments: Mapping[str, Value], environ: Mapping[str, str]) 
         return str(error)
 
 
-def _from_arguments(arguments: Mapping[str, Value]) -> dict[str, Setting]:
-    return {name: _setting(_key(name, "argument"), value, "argument") for name, value in arguments.items()}
+def _from_program(values: Mapping[str, Value], origin: str) -> dict[str, Setting]:
+    return {name: _setting(_key(name, origin), value, origin) for name, value in values.items()}
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Setting]:

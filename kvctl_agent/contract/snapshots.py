@@ -10,21 +10,33 @@ from __future__ import annotations
 from typing import Literal, NotRequired, TypedDict
 
 Role = Literal["prefill", "decode"]
+ObserverKind = Literal["process", "thread"]
+ProcessState = Literal["running", "sleeping", "stopped", "uninterruptible", "zombie", "gone"]
 
 
-class Hello(TypedDict):
-    """Reply to `hello`: identity, permissions and capabilities of the agent."""
+class WorkerFacts(TypedDict):
+    """Identity and life of a worker, in the replies to `hello` and `status`."""
 
     name: str
     role: Role
     host: str  # name of its host
     pid: int
     version: str
-    protocol: list[int]  # [lowest, highest] admin protocol served
     incarnation: str
+    uptime_ns: int
+    ended_age_ns: int | None  # since its process ended without closing the agent; None: it has not
+    ended_why: str | None  # "killed by SIGKILL", "exited with 1", as far as it is known; None: it has not ended
+    process_state: ProcessState | None  # by the kernel; None: unknown, as in another PID namespace
+    turn_age_ns: int | None  # since the control loop last began a turn; None: it has not begun one
+    observer: ObserverKind  # what replied: a process of its own, or a thread of the agent's process
+
+
+class Hello(WorkerFacts):
+    """Reply to `hello`: identity, permissions and capabilities of the agent."""
+
+    protocol: list[int]  # [lowest, highest] admin protocol served
     level: str  # permission of this client: read, operate, admin
     capabilities: list[str]
-    uptime_ns: int
     draining: bool  # accepts no new rooms
     now_ns: int  # the agent's wall clock when it replied; the client estimates the clock offset from it
 
@@ -121,20 +133,22 @@ class Integration(TypedDict):
     settings: dict[str, str]  # of the engine, that decide what a failed transfer means, or how instances are numbered
 
 
-class Status(TypedDict):
+class EngineCall(TypedDict):
+    """The engine's latest call of the agent."""
+
+    engine_call: str | None  # the engine's latest call of the agent, such as "pages"; None: it made none
+    engine_call_age_ns: int | None  # since that call began or, if it has returned, since then
+    engine_in_call: bool  # the call has not returned
+    engine_stack: list[str] | None  # of the thread that called last, innermost last, sampled while it does not call
+
+
+class Status(WorkerFacts, EngineCall):
     """Reply to `status`: configuration, activity and health of one agent."""
 
-    name: str
-    role: Role
-    host: str  # name of its host
     rank: dict[str, int]  # dp, pp, cp, tp, unique
     sizes: dict[str, int]  # dp, pp, cp, tp of the instance
     registry: str | None  # prefill: endpoint of the registry of its instance; None: of an observed engine
-    pid: int
-    incarnation: str
-    version: str
     integration: Integration | None  # None: embedded otherwise
-    uptime_ns: int
     transport: dict[str, str | list[str]]  # engine, backend, lanes
     device: str
     rooms: dict[str, int]  # active rooms by state label
@@ -158,6 +172,7 @@ class Status(TypedDict):
     resumed_age_ns: int | None  # since it accepts new rooms again; None: it is draining, or was never drained
     memory_gb_per_s: float | None  # memcpy rate of one thread; prefill only, measured with path auto
     process: ProcessUse
+    published_age_ns: int | None  # age of what the agent last published; None: read from the agent itself
 
 
 class Coverage(TypedDict):
@@ -286,18 +301,23 @@ class CopyUse(TypedDict):
     turn_age_ns: int | None  # since the thread last began an iteration of its loop; None: it has not begun one
 
 
-class RingView(TypedDict):
+class RingState(TypedDict):
+    """A staging ring without its allocations."""
+
     size_bytes: int
     head_bytes: int
     round: int
     used_bytes: int  # of all allocations; exceeds size_bytes while regions of later rounds are granted ahead
     high_water_bytes: int
     watermark: Watermark
+    refused_largest_bytes: int | None  # size of the largest part ever refused; None: none was refused
+
+
+class RingView(RingState):
     allocations: list[RingAllocation]  # oldest first
     copies: CopyUse
     granted_total: int
     refused_total: int
-    refused_largest_bytes: int | None  # size of the largest part ever refused; None: none was refused
     revoked_total: int
 
 
@@ -445,15 +465,6 @@ class Nic(TypedDict):
     congestion: dict[str, int]
 
 
-class Route(TypedDict):
-    """Way that packets to a peer take according to the kernel's routing table."""
-
-    peer: str
-    address: str
-    interface: str
-    gateway: str  # next hop; "" if the peer is in the same subnet
-
-
 class Lane(TypedDict):
     """Network devices through which the bytes of a rank go to other hosts."""
 
@@ -469,19 +480,15 @@ class Nics(TypedDict):
     host: str
     network: str  # network namespace, such as net:[4026531840]; interfaces of another one are others
     at_ns: int  # monotonic clock of the host when the counters were read, at most a second before the reply
-    read_ns: int  # time that reading took
     nics: list[Nic]
     left_out: int  # devices not in `nics`, because there are too many
     segments_sent_total: int | None  # TCP segments of the network namespace
     segments_retransmitted_total: int | None
     segments_duplicate_total: int | None  # of those sent again, that were not lost: peers told that they had them
-    numa_nodes: int  # of the host
     cpu_nodes: list[int]  # NUMA nodes with cores on which the process may run
     gpu: str | None  # PCI address of the rank's GPU
-    gpu_node: int | None
     lane: Lane
     gid_index: int | None  # GID that the settings name; None: the engine chooses
-    routes: list[Route]  # to peers whose address the rank knows: of decode ranks
 
 
 class TransferCost(TypedDict):

@@ -1,11 +1,14 @@
-"""Room states (with SGLang's KVPoll names and numbers), and the stages of a part."""
+"""Room states (with SGLang's KVPoll names and numbers), states of peers, and the stages of a part."""
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 MAX_ROOM = (1 << 64) - 1
 """Largest room number."""
+
+MAX_RANKS = 65_536
+"""Largest number of ranks in an instance; bounds the work that the sizes sent by a peer can cause."""
 
 
 class RoomState(IntEnum):
@@ -31,6 +34,16 @@ class RoomState(IntEnum):
         state.label = label
         state.finished = label in ("Failed", "Success")
         return state
+
+
+class PeerState(StrEnum):
+    """State of a peer as one rank sees it."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    SUSPECT = "suspect"
+    LOST = "lost"
+    REFUSED = "refused"
 
 
 STATE_LABELS: tuple[str, ...] = tuple(state.label for state in RoomState)

@@ -1,4 +1,4 @@
-"""Converts and formats values: integers of any type, values and names in error texts, plain text, layer ranges."""
+"""Converts and formats values: integers of any type, quantiles, names in error texts, plain text, layer ranges."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import difflib
 import operator
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+_Number = TypeVar("_Number", int, float)
 
 _SHOWN = 60  # characters
 _repr = reprlib.Repr()
@@ -58,3 +61,11 @@ def near(word: str, known: Iterable[str]) -> str:
     matches = [name for name in by_folded if folded in re.split("[-_.]", name)]
     matches = (matches or difflib.get_close_matches(folded, by_folded, cutoff=0.6))[:3]
     return f", did you mean {' or '.join(by_folded[match] for match in matches)}?" if matches else ""
+
+
+def nearest_rank(ascending: Sequence[_Number], quantile: float) -> _Number | None:
+    """Returns the quantile (0 to 1) of values in ascending order, by nearest rank; None if there are no values."""
+    if not ascending:
+        return None
+    rank = -int(-quantile * len(ascending) // 1)  # ceiling
+    return ascending[max(0, rank - 1)]

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from kvctl_agent.contract.states import MAX_RANKS
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.shape import ModelShape, Segment, segments
 from kvctl_agent.layout.sizes import check_sizes, set_sizes
-
-MAX_RANKS = 65_536
-"""Largest number of ranks in an instance; bounds the work that the sizes sent by a peer can cause."""
 
 
 class RankCoord(NamedTuple):

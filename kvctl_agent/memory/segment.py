@@ -172,10 +172,9 @@ class RowIndex:
         memory: The segment's memory.
         head, heads: Local heads [head, head + heads).
         raw_pages: The pages in the part's order, as the caller passed them; the caller must not modify them.
-        host_rows: The host copier's index arrays for these pages, created on first use.
     """
 
-    __slots__ = ("head", "heads", "host_rows", "memory", "raw_pages")
+    __slots__ = ("head", "heads", "memory", "raw_pages")
 
     def __init__(self, memory: SegmentMemory, pages: npt.ArrayLike, head: int, heads: int) -> None:
         """Checks the pages, which must be a non-empty list of integers, and the heads.
@@ -199,7 +198,6 @@ class RowIndex:
         self.memory = memory
         self.head, self.heads = head, heads
         self.raw_pages = raw_pages
-        self.host_rows: Any = None
 
     def __len__(self) -> int:
         """Returns the number of pages."""

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from kvctl_agent.device.base import Batch, Geometry, PageStrides, RowCopies
 from kvctl_agent.errors import DeadlineExceeded, DeviceError
-from kvctl_agent.memory import host_copier, native_copier
 from kvctl_agent.memory.allocations import Bytes, HugePageMemory
+from kvctl_agent.memory.host_copier import copy_rows
 from kvctl_agent.memory.region import Region
-from kvctl_agent.paths.path_chooser import CopyCost, DirectCost
+from kvctl_agent.paths.connection_model import CopyCost, DirectCost
 
 _ROWS = (256, 512, 1024, 2048, 8192, 32768)
 _PIECE = 1 << 20  # one MiB, so that a measured time is the time per MiB
@@ -75,14 +75,13 @@ def memcpy_gb_per_s_within(memory: Bytes) -> float:
 def measure_copies(memory: Bytes) -> CopyCost:
     """Measures the cost of gathering random rows into a piece that stays in cache, and of scattering from it.
 
-    The copier of the parts does it: a native scatter takes half the time of numpy's. Each row size is measured once per
+    The copier of the parts does it. Each row size is measured once per
     round; the result is the fastest round.
 
     Args:
         memory: uint8 array, faulted in before and overwritten here. It must be larger than the caches, so that its rows
             are as cold as those of a pool.
     """
-    copy = native_copier.copy_rows if native_copier.BUILT else host_copier.copy_rows
     random = np.random.default_rng(0)
     hot, cold = memory[:_PIECE], memory[_PIECE:]
     gather = [float("inf")] * len(_ROWS)
@@ -92,9 +91,9 @@ def measure_copies(memory: Bytes) -> CopyCost:
             # The scatter uses other rows than the gather, because the rows just read are in cache.
             sources, targets = random.integers(len(cold) // row_bytes, size=(2, _PIECE // row_bytes))
             since = time.perf_counter()
-            copy(True, cold, row_bytes, sources, hot)
+            copy_rows(True, cold, row_bytes, sources, hot)
             between = time.perf_counter()
-            copy(False, cold, row_bytes, targets, hot)
+            copy_rows(False, cold, row_bytes, targets, hot)
             gather[index] = min(gather[index], between - since)
             scatter[index] = min(scatter[index], time.perf_counter() - between)
     return CopyCost(_ROWS, tuple(seconds * 1e6 for seconds in gather), tuple(seconds * 1e6 for seconds in scatter))

@@ -36,6 +36,11 @@ def whole_pages(runs: tuple[PlaneRuns, ...]) -> bool:
     return all(plane.per_page == 1 for plane in runs)
 
 
+def bulk_is_possible(share: TransferSlice, runs: tuple[PlaneRuns, ...]) -> bool:
+    """Returns whether path bulk can send a slice: it has the same heads on both sides, and a page is one run."""
+    return share.whole_rows and whole_pages(runs)
+
+
 def join_planes(local: SegmentAddresses, remote: SegmentAddresses) -> tuple[SegmentAddresses, SegmentAddresses] | None:
     """Returns both sides with the first two planes, K and V, as one plane; None if they are not adjacent on both.
 

@@ -21,7 +21,7 @@ from kvctl_agent.errors import KvctlError, MemoryLayoutError
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.memory.allocations import Buffer, StagingBuffers
 from kvctl_agent.memory.copier import Copier, PendingCopy
-from kvctl_agent.memory.native_copier import NativeCopier, NativeCopy
+from kvctl_agent.memory.host_copier import HostCopier, HostCopy
 from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import PeerConnection
@@ -226,10 +226,10 @@ class _Batch:
 
     __slots__ = ("began_ns", "buffers", "copy", "write")
 
-    def __init__(self, buffers: list[Buffer], write: DeferredWrite, copy: NativeCopy) -> None:
+    def __init__(self, buffers: list[Buffer], write: DeferredWrite, copy: HostCopy) -> None:
         self.buffers = buffers
         self.write = write
-        self.copy: NativeCopy | None = copy
+        self.copy: HostCopy | None = copy
         self.began_ns = time.monotonic_ns()
 
 
@@ -246,7 +246,7 @@ class ChainedFlight(PieceFlight):
         connection: PeerConnection,
         order: Transfer,
         buffers: StagingBuffers,
-        copier: NativeCopier,
+        copier: HostCopier,
         share: TransferSlice,
         grant: Grant,
     ) -> None:
@@ -322,7 +322,7 @@ class ChainedFlight(PieceFlight):
                 self._batches.remove(batch)
                 self._release(batch.buffers)
 
-    def _count_times(self, batch: _Batch, copy: NativeCopy) -> None:
+    def _count_times(self, batch: _Batch, copy: HostCopy) -> None:
         """Divides the duration of a batch between gather and post, as its threads have spent their time."""
         took_ns = time.monotonic_ns() - batch.began_ns
         copy_ns, post_ns = copy.copy_ns, batch.write.post_ns
@@ -342,6 +342,6 @@ class StagedPath:
         if order.share is None or order.grant is None:
             raise MemoryLayoutError(f"{order.key} has no staging grant")
         copier = self._copier
-        if isinstance(copier, NativeCopier) and connection.transport.defers(connection.peer):
+        if isinstance(copier, HostCopier) and connection.transport.defers(connection.peer):
             return ChainedFlight(connection, order, self._buffers, copier, order.share, order.grant)
         return StagedFlight(connection, order, self._buffers, copier, order.share, order.grant)

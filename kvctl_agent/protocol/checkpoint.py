@@ -1,391 +1,312 @@
-"""Copies, encodes and rebuilds the state of a protocol machine; a recording of inputs begins with such a copy.
+"""Copies the state of a protocol machine, and rebuilds it; a recording of inputs begins with such a copy.
 
-`take` runs on the thread that owns the machine. It copies mutable objects and keeps immutable values (messages, keys,
-plans, page arrays) by reference, so that it takes little time; `pack` encodes the copy later, on any thread. `build`
-restores shared references: an object with two references is one object again.
+The state is a graph: parts belong to a transfer, which a room and several tables share. So a copy is a list of nodes,
+one for each object, that refer to each other by number, and what is shared stays shared. `Copy` runs on the thread that
+owns the machine. It copies mutable objects and keeps immutable ones (messages, keys, plans, page arrays) as they are,
+so that it takes little time; msgspec encodes them later, on any thread, and checks their types when they are decoded.
 
-The encoding is MessagePack. A value of a type that MessagePack lacks is encoded as a list that begins with the name of
-its type. Only types of `_registry` are encoded or decoded, and their field names are stored with them, so that `unpack`
-can refuse a recording of another build and name the type that differs.
+A node is a list: the name of a class, then the values of its fields or items; a dictionary has its keys first, in a
+tuple. A value is a scalar, or a list with the number of a node; an empty list is a room's record, which machines never
+read. An immutable object is a node with one value. Only classes of `protocol`, `layout` and a few others are decoded.
+The names of fields are stored once, so that `build` can refuse a recording of another build and name the class that
+differs.
 """
 
 from __future__ import annotations
 
-import pkgutil
+import re
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
 from dataclasses import fields as dataclass_fields
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from kvctl_agent import layout, protocol
-from kvctl_agent.contract.snapshots import Role
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import RecordingError, RecordingVersionError
+from kvctl_agent.layout.page_indices import packed, unpacked
 from kvctl_agent.protocol.decode.rooms import DecodeState
 from kvctl_agent.protocol.machine import Machine, Tombstones
 from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill.rooms import PrefillState
-from kvctl_agent.telemetry.room_records import BusyTime, RoomRecord
+from kvctl_agent.telemetry.null import NULL_RECORD, NullRecord
+from kvctl_agent.telemetry.room_records import RoomRecord
 
 State = DecodeState | PrefillState
 
-CHECKPOINT_VERSION = 2
+VERSION = 4
 TOMBSTONES_KEPT = 4096
 """Latest tombstones copied; there may be very many, and late messages concern rooms that ended recently."""
 
 _CLOCK_EVERY = 64  # objects copied between two reads of the clock
 _PLAIN: frozenset[type] = frozenset({type(None), bool, float, str, bytes})
-_CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "set": set}
-# Fields of telemetry objects that the machines need; the others are as in a new object.
-_COPIED_FIELDS: dict[type, tuple[str, ...]] = {
-    RoomRecord: (
-        "key",
-        "landed",
-        "nonce",
-        "opened_at",
-        "pages",
-        "parked",
-        "planned",
-        "room",
-        "scattered",
-        "sent",
-    )
-}
-
-
-class Ref(NamedTuple):
-    """Reference to a copied object: its index in `Checkpoint.nodes`."""
-
-    number: int
-
-
-class Node(NamedTuple):
-    """Copy of one mutable object: a container with its items, or an object with its fields."""
-
-    kind: str
-    names: tuple[str, ...]
-    values: list[Any]
-
-
-class Checkpoint(NamedTuple):
-    """State of a machine between two inputs.
-
-    Attributes:
-        state: fields of the machine's state, with references to `nodes`.
-        left_out: number of tombstones left out, which are those beyond `TOMBSTONES_KEPT`.
-    """
-
-    local: LocalInfo
-    timing: Timing
-    state: dict[str, Any]
-    nodes: list[Node]
-    left_out: int
-
-    def fresh(self) -> Checkpoint:
-        """Returns a checkpoint of a new machine with the same rank and settings (the boolean fields of the state)."""
-        flags = {name: value for name, value in self.state.items() if type(value) is bool}
-        return self._replace(state=flags, nodes=[], left_out=0)
+_CONTAINERS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict, "list": list, "set": set, "deque": deque}
+_VALUES: dict[str, Any] = {"tuple": tuple, "frozenset": frozenset, "int": int, "ndarray": np.ndarray}
+_NAMES = {kind: name for name, kind in (_CONTAINERS | _VALUES).items()}
+_encode = msgspec.msgpack.Encoder(enc_hook=packed, order="deterministic").encode  # equal states, equal encodings
+_MODULES = re.compile(r"(?:protocol|layout)(?:\.\w+)+|contract\.states|telemetry\.durations", re.ASCII)
 
 
 class TooSlow(Exception):
     """Raised if the state of a machine cannot be copied within the time budget."""
 
 
-class _Registry(NamedTuple):
-    """Types that a checkpoint may contain, by class name."""
-
-    immutable: dict[str, type]
-    mutable: dict[str, type]
-    by_reference: frozenset[type]  # types whose values are not copied
+class _Version(msgspec.Struct, array_like=True):
+    version: int
 
 
-@lru_cache(maxsize=1)
-def _registry() -> _Registry:
-    """Collects the types that a checkpoint may contain: all classes in the modules of protocol and layout.
+class Checkpoint(msgspec.Struct, array_like=True, frozen=True):
+    """State of a machine between two inputs, as it is stored.
 
-    All of these modules are imported, so that no new class is forgotten.
+    Attributes:
+        flags: the boolean fields of the state, which the settings of the agent determine.
+        left_out: number of tombstones left out, which are those beyond `TOMBSTONES_KEPT`.
+        fields: names of the fields of each class.
+        nodes: the objects; the first is a dictionary of the other fields of the state. Empty: the machine is new.
     """
-    immutable: set[type] = {RoomState}
-    mutable: set[type] = {RoomRecord, BusyTime}
-    for package in (protocol, layout):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            for kind in vars(import_module(found.name)).values():
-                if isinstance(kind, type) and kind.__module__ == found.name and not issubclass(kind, BaseException):
-                    (immutable if _is_immutable(kind) else mutable).add(kind)
-    by_reference = frozenset({*immutable, *_PLAIN, int, np.ndarray, range, frozenset})
-    return _Registry(
-        {each.__name__: each for each in immutable}, {each.__name__: each for each in mutable}, by_reference
-    )
+
+    version: int
+    local: LocalInfo
+    timing: Timing
+    flags: dict[str, bool]
+    left_out: int
+    fields: dict[str, list[str]]
+    nodes: list[list[Any]]
+
+    def fresh(self) -> Checkpoint:
+        """Returns a checkpoint of a new machine with the same rank and settings."""
+        return msgspec.structs.replace(self, left_out=0, fields={}, nodes=[])
+
+    def pack(self) -> bytes:
+        return _encode(self)
 
 
-def _is_immutable(kind: type) -> bool:
-    if issubclass(kind, msgspec.Struct | Enum) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        return True
-    return is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+def unpack(data: bytes) -> Checkpoint:
+    """Decodes a checkpoint that `Checkpoint.pack` has encoded.
+
+    Raises:
+        RecordingError: the data is not a checkpoint.
+        RecordingVersionError: another build has recorded it.
+    """
+    try:
+        version = msgspec.msgpack.decode(data, type=_Version).version
+        if version != VERSION:
+            raise RecordingVersionError(f"its checkpoints have version {version}, not {VERSION}")
+        return msgspec.msgpack.decode(data, type=Checkpoint)
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        raise RecordingError(f"not a checkpoint: {error}") from None
 
 
-@lru_cache(maxsize=256)
-def _fields(kind: type) -> tuple[str, ...]:
-    """Returns the names of the fields or slots of a class; () if each object has its own attributes."""
-    if kind in _COPIED_FIELDS:
-        return _COPIED_FIELDS[kind]
-    if issubclass(kind, msgspec.Struct):
-        return kind.__struct_fields__
-    if is_dataclass(kind):
-        return tuple(field.name for field in dataclass_fields(kind))
-    if issubclass(kind, tuple):
-        return tuple(getattr(kind, "_fields", ()))
-    return tuple(sorted(name for each in kind.__mro__ for name in getattr(each, "__slots__", ())))
-
-
-def take(machine: Machine, budget_ns: int) -> Checkpoint:
-    """Copies the state of a machine; to be called between two of its inputs.
+class Copy:
+    """Copies the state of a machine; to be made between two of its inputs.
 
     Raises:
         TooSlow: copying takes more than `budget_ns` of CPU time.
     """
-    _registry()  # its first call takes longer than a copy may
-    copier = _Copier(time.thread_time_ns() + budget_ns)
-    state = {name: copier.copy(value) for name, value in vars(machine.state).items()}
-    return Checkpoint(machine.local, machine.timing, state, copier.nodes, copier.left_out)
 
+    def __init__(self, machine: Machine, budget_ns: int) -> None:
+        self._deadline_ns = time.thread_time_ns() + budget_ns
+        self._nodes: list[list[Any]] = []
+        self._numbers: dict[int, int] = {}  # by id()
+        self._kept: list[Any] = []  # all of these objects, so that no other gets the id() of one
+        self._later: list[tuple[int, Any]] = []  # containers of immutable objects, which are expanded later
+        self._fields: dict[str, list[str]] = {}
+        self._left_out = 0
+        self._local, self._timing = machine.local, machine.timing
+        state = vars(machine.state)
+        self._flags = {name: value for name, value in state.items() if type(value) is bool}
+        self._reference({name: value for name, value in state.items() if type(value) is not bool})
 
-class _Copier:
-    """Copies each mutable object to one entry of `nodes`, and replaces references to the object by `Ref`."""
+    def pack(self) -> bytes:
+        """Encodes the copy; may run on any thread, but on one at a time."""
+        self._deadline_ns = 1 << 62
+        while self._later:
+            self._expand(*self._later.pop())
+        return Checkpoint(
+            VERSION, self._local, self._timing, self._flags, self._left_out, self._fields, self._nodes
+        ).pack()
 
-    def __init__(self, deadline_ns: int) -> None:
-        self.nodes: list[Node] = []
-        self.left_out = 0
-        self._numbers: dict[int, int] = {}  # by id(); the machine keeps all of the objects alive meanwhile
-        self._deadline_ns = deadline_ns
-        self._by_reference = _registry().by_reference
-
-    def copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in self._by_reference:
+    def _reference(self, value: Any) -> Any:
+        kind: type = type(value)
+        if kind in _PLAIN or (kind is int and -(1 << 63) <= value < 1 << 64):
             return value
-        if kind is tuple:
-            return tuple([self.copy(item) for item in value])
+        if kind is RoomRecord or kind is NullRecord:
+            return []
         number = self._numbers.get(id(value))
         if number is None:
-            number = self._numbers[id(value)] = len(self.nodes)
+            number = self._add(value)
             if number % _CLOCK_EVERY == 0 and time.thread_time_ns() > self._deadline_ns:
                 raise TooSlow
-            self.nodes.append(Node("", (), []))  # takes the number before the fields, which may refer back to it
-            self.nodes[number] = self._node(kind, value)
-        return Ref(number)
+            if _is_immutable(kind):
+                self._nodes[number] = [_name(kind), value if kind is not int else hex(value)]
+            else:
+                self._expand(number, value)
+        return [number]
 
-    def _node(self, kind: type, value: Any) -> Node:
-        if kind is dict or kind is OrderedDict:
-            return self._mapping(kind.__name__, value.items())
-        if kind is list:
-            return Node("list", (), [self.copy(item) for item in value])
-        if kind is set:  # sorted, so that equal states have equal encodings
-            return Node("set", (), [self.copy(item) for item in sorted(value)])
-        if kind is deque:
-            return Node("deque", (), [value.maxlen, *map(self.copy, value)])
-        if _registry().mutable.get(kind.__name__) is not kind:
-            raise TypeError(f"a checkpoint cannot hold a {kind.__name__}")
-        names = _fields(kind) or tuple(vars(value))
+    def _add(self, value: Any) -> int:
+        number = self._numbers[id(value)] = len(self._nodes)
+        self._kept.append(value)
+        self._nodes.append([])
+        return number
+
+    def _defer(self, value: Any) -> list[int]:
+        """Returns the reference to a container that will not change."""
+        number = self._add(value)
+        self._later.append((number, value))
+        return [number]
+
+    def _expand(self, number: int, value: Any) -> None:
+        kind: Any = type(value)
         if kind is Tombstones:
-            return Node(kind.__name__, names, [self._tombstones(getattr(value, name)) for name in names])
-        return Node(kind.__name__, names, [self.copy(getattr(value, name)) for name in names])
+            value = self._latest(value)
+        name, items = _name(kind), value
+        if issubclass(kind, dict):
+            items = value.values()
+        elif kind is set:
+            items = sorted(value)
+        elif kind not in _NAMES:
+            self._fields[name] = list(_fields(kind))
+            items = [getattr(value, field) for field in _fields(kind)]
+        extra = [self._defer(tuple(value))] if issubclass(kind, dict) else [value.maxlen] if kind is deque else []
+        self._nodes[number] = [name, *extra, *map(self._reference, items)]
 
-    def _mapping(self, kind: str, items: Iterable[tuple[Any, Any]]) -> Node:
-        flat: list[Any] = []
-        for key, item in items:
-            flat.append(key)
-            flat.append(item if type(item) in self._by_reference else self.copy(item))
-        return Node(kind, (), flat)
-
-    def _tombstones(self, value: Any) -> Any:
-        """Copies one field of `Tombstones`; of the tombstones themselves only the latest `TOMBSTONES_KEPT`."""
-        if not isinstance(value, OrderedDict):
-            return self.copy(value)
-        latest = list(islice(reversed(value.items()), TOMBSTONES_KEPT))
-        self.left_out += len(value) - len(latest)
-        self.nodes.append(self._mapping("OrderedDict", reversed(latest)))
-        return Ref(len(self.nodes) - 1)
+    def _latest(self, tombstones: Tombstones[Any]) -> Tombstones[Any]:
+        """Returns the latest tombstones; each is immutable, and is expanded later."""
+        entries = tombstones._entries
+        latest = list(islice(reversed(entries.items()), TOMBSTONES_KEPT))
+        self._left_out += len(entries) - len(latest)
+        found: Tombstones[Any] = Tombstones(tombstones._lifetime_ns, tombstones._capacity)
+        found._entries.update(reversed(latest))
+        self._defer(found._entries)
+        return found
 
 
 def build(checkpoint: Checkpoint) -> tuple[LocalInfo, Timing, State]:
     """Rebuilds the identity, timing and state with which a machine is constructed.
 
     Raises:
+        RecordingError: the nodes are damaged.
         RecordingVersionError: the state of the machines has other fields in this build.
     """
-    role: Role = "prefill" if checkpoint.local.role == "prefill" else "decode"
-    state: State = (PrefillState if role == "prefill" else DecodeState)(checkpoint.local, checkpoint.timing)
-    # A fresh checkpoint has no objects and only some of the fields.
-    wrong = vars(state).keys() ^ checkpoint.state.keys() if checkpoint.nodes else checkpoint.state.keys() - vars(state)
-    if wrong:
-        text = ", ".join(sorted(wrong))
-        raise RecordingVersionError(f"recorded by another build: the machine's state differs in {text}")
-    objects = [_empty(node, role) for node in checkpoint.nodes]
-
-    def resolve(value: Any) -> Any:
-        if type(value) is Ref:
-            return objects[value.number]
-        if type(value) is tuple:
-            return tuple(map(resolve, value))
-        return value
-
-    for target, node in zip(objects, checkpoint.nodes, strict=True):
-        _fill(target, node, [resolve(value) for value in node.values])
-    for name, value in checkpoint.state.items():
-        setattr(state, name, resolve(value))
+    kind = PrefillState if checkpoint.local.role == "prefill" else DecodeState
+    state: State = kind(checkpoint.local, checkpoint.timing)
+    for name, names in checkpoint.fields.items():
+        if differ := set(names) ^ set(_fields(_class(name))):
+            raise RecordingVersionError(f"its {name} differs in {', '.join(sorted(differ))}")
+    try:
+        found = checkpoint.flags | (_Objects(checkpoint).at(0) if checkpoint.nodes else {})
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RecordingError(f"its checkpoint is damaged: {type(error).__name__}: {error}") from error
+    # A fresh checkpoint has only some of the fields.
+    if wrong := found.keys() - vars(state) if not checkpoint.nodes else vars(state).keys() ^ found.keys():
+        raise RecordingVersionError(f"the state of its machine differs in {', '.join(sorted(wrong))}")
+    for name, value in found.items():
+        setattr(state, name, value)
     return checkpoint.local, checkpoint.timing, state
 
 
-def _empty(node: Node, role: Role) -> Any:
-    if node.kind in _CONTAINERS:
-        return _CONTAINERS[node.kind]()
-    if node.kind == "deque":
-        return deque(maxlen=node.values[0])
-    kind = _registry().mutable[node.kind]
-    return RoomRecord(0, 0, role, 0, event_limit=0) if kind is RoomRecord else object.__new__(kind)
+class _Objects:
+    """Objects of a checkpoint, made when the first reference to them is resolved."""
 
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._nodes = checkpoint.nodes
+        self._names = checkpoint.fields
+        self._made: dict[int, Any] = {}
 
-def _fill(target: Any, node: Node, values: list[Any]) -> None:
-    match target:
-        case dict():
-            target.update(zip(values[::2], values[1::2], strict=True))
-        case list():
-            target.extend(values)
-        case deque():
-            target.extend(values[1:])
-        case set():
+    def at(self, number: int) -> Any:
+        if number not in self._made:
+            name, *items = self._nodes[number]
+            if name in _CONTAINERS:
+                self._fill(number, name, items)
+            elif name == "tuple":
+                self._made[number] = tuple(map(self._value, items))
+            elif name in self._names:
+                self._make(number, _class(name), self._names[name], items)
+            else:
+                (item,) = items
+                self._made[number] = int(item, 16) if name == "int" else _converted(item, _class(name))
+        return self._made[number]
+
+    def _value(self, item: Any) -> Any:
+        if isinstance(item, list):
+            return self.at(*item) if item else NULL_RECORD
+        return item
+
+    def _fill(self, number: int, name: str, items: list[Any]) -> None:
+        if name == "deque":
+            maxlen, *items = items
+            target: Any = deque(maxlen=maxlen)
+        else:
+            target = _CONTAINERS[name]()
+        self._made[number] = target  # before its items, which may refer to it
+        values = list(map(self._value, items))
+        if isinstance(target, dict):
+            keys, *values = values
+            target.update(zip(keys, values, strict=True))
+        elif isinstance(target, set):
             target.update(values)
-        case _:
-            for name, value in zip(node.names, values, strict=True):
-                setattr(target, name, value)
+        else:
+            target.extend(values)
+
+    def _make(self, number: int, kind: Any, names: list[str], items: list[Any]) -> None:
+        target = self._made[number] = object.__new__(kind)
+        for name, item in zip(names, items, strict=True):
+            setattr(target, name, self._value(item))
 
 
-def pack(checkpoint: Checkpoint) -> bytes:
-    """Encodes a checkpoint; may run on any thread."""
-    encoder = _Encoder()
-    body = [encoder.encode(value) for value in checkpoint]
-    return msgspec.msgpack.encode([CHECKPOINT_VERSION, encoder.fields, *body])
-
-
-def unpack(data: bytes) -> Checkpoint:
-    """Decodes a checkpoint that `pack` has encoded.
-
-    Raises:
-        RecordingError: the data is not a checkpoint.
-        RecordingVersionError: the checkpoint was recorded by another build.
-    """
+def _converted(item: Any, kind: type) -> Any:
+    """Converts an immutable object from what msgspec has decoded; page arrays, which MessagePack lacks, from bytes."""
     try:
-        version, *rest = msgspec.msgpack.decode(data)
-        if version != CHECKPOINT_VERSION:
-            raise RecordingVersionError("recorded by another build: its checkpoint has another version")
-        fields, *body = rest
-        for name, names in fields.items():
-            _check_fields(name, _class(name), tuple(names))
-        found = Checkpoint(*map(_decode, body))
-        well_formed = (
-            isinstance(found.local, LocalInfo)
-            and isinstance(found.timing, Timing)
-            and isinstance(found.state, dict)
-            and isinstance(found.nodes, list)
-            and type(found.left_out) is int
-        )
-        if not well_formed:
-            raise RecordingError("not a checkpoint: it has values of other types")
-        for node in found.nodes:
-            _check_node(node)
-    except (msgspec.DecodeError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        if isinstance(error, RecordingError):
-            raise
-        raise RecordingError(f"not a checkpoint: {error}") from None
-    return found
+        return msgspec.convert(item, kind, dec_hook=lambda _, data: unpacked(data))
+    except msgspec.ValidationError as error:
+        raise RecordingVersionError(f"its {kind.__name__} differs: {error}") from None
 
 
-def _check_node(node: Any) -> None:
-    if not isinstance(node, Node) or not isinstance(node.kind, str) or not isinstance(node.values, list):
-        raise RecordingError("not a checkpoint: it has values of other types")
-    if node.kind in _CONTAINERS or node.kind == "deque":
-        return
-    kind = _registry().mutable.get(node.kind)
-    if kind is None:
-        raise RecordingVersionError(f"recorded by another build: it has a {node.kind!r:.40}")
-    if _fields(kind):
-        _check_fields(node.kind, kind, tuple(node.names))
+@cache
+def _is_immutable(kind: type) -> bool:
+    """Returns whether objects of a class are kept as they are: not plain tuples, which may have mutable items."""
+    if kind in (int, np.ndarray, frozenset) or issubclass(kind, msgspec.Struct | Enum):
+        return True
+    if issubclass(kind, tuple):
+        return kind is not tuple
+    return is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
 
-def _check_fields(name: str, kind: type, recorded: tuple[str, ...]) -> None:
-    if recorded != _fields(kind):
-        differ = ", ".join(sorted(set(recorded) ^ set(_fields(kind))))
-        raise RecordingVersionError(f"recorded by another build: its {name} differs in {differ or 'order'}")
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """Returns the names of the fields of a mutable class."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in dataclass_fields(kind))
+    return tuple(sorted(name for each in kind.__mro__ for name in getattr(each, "__slots__", ())))
 
 
-class _Encoder:
-    """Encodes values as MessagePack types; `fields` collects the field names of each class that it encodes."""
-
-    def __init__(self) -> None:
-        self.fields: dict[str, tuple[str, ...]] = {}
-
-    def encode(self, value: Any) -> Any:
-        kind: type = type(value)
-        if kind in _PLAIN:
-            return value
-        if kind is int:
-            return value if -(1 << 63) <= value < 1 << 64 else ["int", hex(value)]
-        if kind is list or kind is tuple:
-            return [kind.__name__, *map(self.encode, value)]
-        if kind is frozenset:  # sorted, so that equal values have equal encodings
-            return ["frozenset", *map(self.encode, sorted(value))]
-        if kind is dict:
-            return ["dict", *[self.encode(piece) for item in value.items() for piece in item]]
-        if kind is range:
-            return ["range", value.start, value.stop, value.step]
-        if kind is np.ndarray:
-            return ["ndarray", value.dtype.str, list(value.shape), value.tobytes()]
-        if _registry().immutable.get(kind.__name__) is not kind:
-            raise TypeError(f"a recording cannot hold a {kind.__name__}")
-        names = _fields(kind)
-        if issubclass(kind, Enum):
-            return [kind.__name__, value.value]
-        self.fields[kind.__name__] = names
-        return [kind.__name__, *[self.encode(getattr(value, name)) for name in names]]
+@cache
+def _name(kind: type) -> str:
+    """Returns the name under which a class is stored; raises TypeError if it cannot be."""
+    name = _NAMES.get(kind) or f"{kind.__module__.removeprefix('kvctl_agent.')}.{kind.__name__}"
+    if kind in _NAMES:
+        return name
+    known = _MODULES.fullmatch(name.rpartition(".")[0]) and _class(name) is kind
+    if not known or not (_fields(kind) or _is_immutable(kind)):
+        raise TypeError(f"a checkpoint cannot hold a {kind.__name__}")
+    return name
 
 
-def _decode(encoded: Any) -> Any:
-    match encoded:
-        case None | bool() | int() | float() | str() | bytes():
-            return encoded
-        case ["int", str(digits)] if len(digits) <= 4096:
-            return int(digits, 16)
-        case ["list" | "tuple" | "frozenset" as name, *items]:
-            return {"list": list, "tuple": tuple, "frozenset": frozenset}[name](map(_decode, items))
-        case ["dict", *pieces]:
-            decoded = list(map(_decode, pieces))
-            return dict(zip(decoded[::2], decoded[1::2], strict=True))
-        case ["range", int(start), int(stop), int(step)]:
-            return range(start, stop, step)
-        case ["ndarray", "<i4" as dtype, [*shape], bytes(data)]:
-            return np.frombuffer(data, dtype).reshape(shape)
-        case [str(name), *items]:
-            kind = _class(name)
-            names = _fields(kind)
-            if issubclass(kind, Enum):
-                (value,) = items
-                return kind(value)
-            return kind(**dict(zip(names, map(_decode, items), strict=True)))
-    raise RecordingError(f"a recording holds a value that this build does not know: {encoded!r:.80}")
-
-
+@cache
 def _class(name: str) -> type:
-    kind = _registry().immutable.get(name)
-    if kind is None:
-        raise RecordingVersionError(f"recorded by another build: it has a {name!r:.40}")
-    return kind
+    """Returns the class that is stored under a name; raises RecordingVersionError if this build has none."""
+    if name in _VALUES:
+        return _VALUES[name]  # type: ignore[no-any-return]
+    module, _, kind = name.rpartition(".")
+    try:
+        found = getattr(import_module(f"kvctl_agent.{module}"), kind) if _MODULES.fullmatch(module) else None
+    except (ImportError, AttributeError):
+        found = None
+    if not isinstance(found, type) or found.__module__ != f"kvctl_agent.{module}" or issubclass(found, BaseException):
+        raise RecordingVersionError(f"it has a {name!r:.60}, which this build lacks")
+    return found

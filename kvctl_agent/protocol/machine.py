@@ -19,8 +19,8 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import LocalInfo, Peer, PeerState, Timing
 from kvctl_agent.protocol.tag import RoomKey
-from kvctl_agent.telemetry.flight_recorder import Severity
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.records import Severity
 
 RECALLED = "RECALLED"
 """Code of a room that has ended because a decode engine took its pages back."""
@@ -35,6 +35,8 @@ class Tombstones(Generic[T]):
         lifetime_ns: time for which an outcome is kept.
         capacity: maximum number of outcomes; beyond it the oldest is removed.
     """
+
+    __slots__ = ("_capacity", "_entries", "_lifetime_ns")
 
     def __init__(self, lifetime_ns: int, capacity: int = 1 << 18) -> None:
         self._lifetime_ns = lifetime_ns
@@ -372,6 +374,11 @@ class Machine:
     def open_rooms(self) -> int:
         """Number of open rooms; on a prefill rank a room counts once for each decode rank that has opened it."""
         return len(self.open)
+
+    @property
+    def refuses_rooms(self) -> bool:
+        """Whether it refuses the rooms that peers open; only prefill ranks accept any."""
+        return True
 
     def unanswered(self) -> list[int]:
         """Returns the ended rooms whose outcome a peer that is not silent has not acknowledged. Any thread may ask."""

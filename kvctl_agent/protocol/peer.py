@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
+from kvctl_agent.contract.states import PeerState as PeerState
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan_inputs import (
@@ -326,14 +326,6 @@ class CancelToken:
 
     def may_post(self, now_ns: int) -> bool:
         return not self.cancelled and self.lease.valid(now_ns)
-
-
-class PeerState(StrEnum):
-    CONNECTING = "connecting"
-    READY = "ready"
-    SUSPECT = "suspect"
-    LOST = "lost"
-    REFUSED = "refused"
 
 
 class FormerIncarnation(NamedTuple):

@@ -1,20 +1,20 @@
 """Records the latest inputs of a protocol machine, so that `kvctl replay` can run them again.
 
 A machine does no I/O, so its state at one time and all later (time, event) inputs determine its behaviour. Inputs are
-kept as objects until several hundred can be encoded at a time; keeping the objects alive would cost the garbage
-collector more than the encoding. They are kept in two generations, each of which begins with a checkpoint of the
-machine: the older generation can be dropped, and the rest can still be replayed.
+kept as objects until several dozen can be encoded at a time; keeping the objects alive would cost the garbage collector
+more than the encoding. The log begins with a checkpoint of the machine, and takes another one when it is a quarter full
+and no room is open, or half full. Then what precedes a checkpoint can be dropped, and the rest can still be replayed.
 
-A checkpoint copies the state of the rooms in flight. It is taken while no room is open, if that happens in time;
-otherwise when the generation is full, if copying takes less than `BUDGET_NS`. If copying takes longer, the generation
-grows into the space of the other one; when that is full too, inputs are missed until a checkpoint succeeds, and the
-recording has a gap, which it reports.
+A checkpoint copies the state of the rooms in flight. If copying takes longer than `BUDGET_NS`, it is tried again with
+fewer open rooms, or much later. When the log is full before a second checkpoint is made, inputs are missed until then,
+and the recording has a gap, which it reports.
 """
 
 from __future__ import annotations
 
 import base64
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,36 +26,19 @@ from kvctl_agent.contract.recording import InputBlob
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.page_indices import packed
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.checkpoint import Checkpoint, TooSlow, pack, take
+from kvctl_agent.protocol.checkpoint import Copy, TooSlow
 from kvctl_agent.protocol.machine import Machine
 
 BATCH = 64  # inputs encoded at once, with the GIL; until then the engine's garbage collection traverses them
 BUDGET_NS = 2_000_000
-MAX_BYTES = 32 << 20  # both generations, encoded
-AGAIN_AFTER = 4096  # inputs until the next attempt, if a checkpoint took too long without open rooms
+MAX_BYTES = 32 << 20  # of encoded inputs
+AGAIN_AFTER = 4096  # inputs until the next attempt, if a checkpoint took too long, unless fewer rooms are open
 PAGE_BYTES = 4 << 20
 
 REFUSED = "!"  # outcome: LocalProtocolError, a call of the engine out of order
 RAISED = "X"  # outcome: any other exception, a bug of the machine
 UNWRITTEN = ""  # name of an event that could not be encoded
-ACTIONS: dict[type, str] = {
-    ev.Send: "s",
-    ev.Transfer: "t",
-    ev.Scatter: "c",
-    ev.Check: "k",
-    ev.StoreAux: "x",
-    ev.StateChanged: "=",
-    ev.Released: "r",
-    ev.Recalled: "l",
-    ev.Overlapped: "o",
-    ev.ConnectPeer: "+",
-    ev.DropPeer: "-",
-    ev.ForgetPeer: "f",
-    ev.FindInstance: "?",
-    ev.ForgetInstance: "g",
-    ev.Answered: "a",
-}
-"""Letters of the actions in an outcome; a replay compares outcomes to detect that it diverges."""
+_LETTERS = {action: chr(ord("a") + number) for number, action in enumerate(ev.Action.__subclasses__())}
 
 _F = TypeVar("_F", bound=Callable[..., str])
 _M = TypeVar("_M", bound=Machine)
@@ -66,11 +49,14 @@ encode = msgspec.msgpack.Encoder(enc_hook=packed).encode
 
 @lru_cache(maxsize=1024)  # few sequences of actions make up nearly all outcomes
 def _letters(kinds: tuple[type, ...]) -> str:
-    return "".join(ACTIONS.get(kind, "~") for kind in kinds)
+    return "".join(map(_LETTERS.__getitem__, kinds))
 
 
 def outcome(actions: Sequence[ev.Action] | str) -> str:
-    """Returns the outcome of an input: one letter per action, or `REFUSED` or `RAISED` unchanged."""
+    """Returns the outcome of an input: one letter per action, or `REFUSED` or `RAISED` unchanged.
+
+    A replay compares outcomes to detect that it diverges.
+    """
     return actions if isinstance(actions, str) else _letters(tuple(map(type, actions)))
 
 
@@ -113,27 +99,14 @@ class Blob(NamedTuple):
     number: int
     first: int
     count: int  # type: ignore[assignment]  # hides tuple.count, which is not needed here
-    data: bytes | Checkpoint
+    data: bytes | Copy
 
     def packed(self) -> InputBlob:
-        checkpoint = isinstance(self.data, Checkpoint)
-        data = pack(self.data) if isinstance(self.data, Checkpoint) else self.data
-        return {
-            "number": self.number,
-            "kind": "checkpoint" if checkpoint else "inputs",
-            "first": self.first,
-            "count": self.count,
-            "data": base64.b64encode(zlib.compress(data, 1)).decode(),
-        }
-
-
-@dataclass(slots=True, eq=False)
-class _Generation:
-    """A checkpoint and the encoded inputs that follow it."""
-
-    blobs: list[Blob]
-    count: int = 0
-    nbytes: int = 0
+        data, kind = self.data, "inputs"
+        if not isinstance(data, bytes):
+            data, kind = data.pack(), "checkpoint"
+        encoded = base64.b64encode(zlib.compress(data, 1)).decode()
+        return {"number": self.number, "kind": kind, "first": self.first, "count": self.count, "data": encoded}
 
 
 class Pieces(NamedTuple):
@@ -149,7 +122,7 @@ class InputLog:
     """Recorder of the latest inputs of one machine, used on the machine's thread; any thread may call `pieces`.
 
     Args:
-        capacity: number of inputs kept in both generations together; 0: none.
+        capacity: number of inputs kept; 0: none.
 
     Attributes:
         taken: number of inputs of the machine so far.
@@ -161,19 +134,22 @@ class InputLog:
         self.taken = 0
         self.missed = 0
         self.fault = ""
-        self._full = -(-capacity // 2)
+        self._capacity = capacity
         self._machine: Machine | None = None
-        self._batch_size = min(BATCH, self._full)
-        self._next_number = 0  # of a piece
-        self._generations: tuple[_Generation, ...] = ()  # replaced, never changed: other threads read it
+        self._batch_size = min(BATCH, -(-capacity // 2))
         self._batch = _Batch(0, 0)
-        self._due = True  # a new generation should begin
+        self._blobs: deque[Blob] = deque()
+        self._kept = self._nbytes = 0  # inputs in the blobs, and the size of their encoding
+        self._checkpoint_at = 0  # number of the input after the latest checkpoint
+        self._bytes_since = 0  # size of the encoded inputs after it
+        self._due = False  # a checkpoint should be made as soon as no room is open
+        self._full = True  # no input is recorded before the next checkpoint
         self._max_rooms = 1 << 62  # open rooms up to which a checkpoint is tried
-        self._retry_at = 0  # number of the input from which one is tried without open rooms
+        self._retry_at = 0  # number of the input from which one is tried with any number of rooms
 
     def begin(self, machine: _M) -> _M:
         """Starts recording the inputs of a new machine, beginning with a checkpoint; returns the machine."""
-        if self._full:
+        if self._capacity:
             self._machine = machine
             self._checkpoint(machine)
         return machine
@@ -193,9 +169,10 @@ class InputLog:
     def handle(self, machine: Machine, event: ev.Event, now_ns: int) -> list[ev.Action]:
         """Passes one input to the machine and records both the input and its outcome."""
         # Before the machine handles the input, so that an input that hangs it is kept.
-        recorded = not (self._due or len(self._batch.inputs) >= self._batch_size) or self._make_room()
+        if self._full or len(self._batch.inputs) >= self._batch_size or (self._due and not machine.open_rooms):
+            self._full = not self._make_space()
         self.taken += 1
-        if not recorded:
+        if self._full:
             self.missed += 1
             return machine.handle(event, now_ns)
         batch = self._batch
@@ -216,8 +193,8 @@ class InputLog:
         Args:
             page_bytes: size after which no more pieces are added.
         """
-        batch = self._batch  # read first: if it is sealed meanwhile, it is among the generations
-        kept = [blob for generation in self._generations for blob in generation.blobs[:]]
+        batch = self._batch  # read first: if it is sealed meanwhile, it is among the blobs
+        kept = list(self._blobs)
         end = max(batch.number, kept[-1].number + 1 if kept else 0)
         if end == batch.number and batch.inputs:
             count, data = batch.encoded()
@@ -240,71 +217,69 @@ class InputLog:
 
     # ---- the machine's thread ---------------------------------------------------------------------------------
 
-    def _make_room(self) -> bool:
-        """Makes room for one more input; returns False if the input cannot be recorded."""
+    def _make_space(self) -> bool:
+        """Makes space for the next batch, and a checkpoint if it is time; returns False if there is no space."""
         machine = self._machine
         if machine is None:
             return False
         if len(self._batch.inputs) >= self._batch_size:
             self._seal()
-        if not self._due:
-            return True
-        generation = self._generations[-1] if self._generations else None
-        rooms = machine.open_rooms
-        if rooms and self._batch.inputs and generation and generation.count + self._batch_size <= self._full:
-            return True  # the space is looked at between batches, as long as a whole one fits
-        space = self._space(generation)
-        worthwhile = space <= 0.5 and rooms <= self._max_rooms if rooms else self.taken >= self._retry_at
-        if worthwhile and self._checkpoint(machine):
-            return True
-        if generation is None or space <= 0:
-            return False
-        if space <= 0.5 and len(self._generations) > 1:
-            self._generations = (generation,)
-        return True
+        rooms, count = machine.open_rooms, self.taken - self._checkpoint_at
+        self._due = 4 * count >= self._capacity or 4 * self._bytes_since >= MAX_BYTES
+        half = 2 * count >= self._capacity or 2 * self._bytes_since >= MAX_BYTES
+        wanted = half or self._full or (self._due and not rooms)
+        if wanted and (rooms <= self._max_rooms or self.taken >= self._retry_at):
+            self._checkpoint(machine)
+            if self._machine is None:
+                return False
+        while not self._has_space():
+            if not self._drop_oldest():
+                return False
+        return not self._full
 
-    def _space(self, generation: _Generation | None) -> float:
-        """Returns the share of the capacity that is free if only this generation is kept: 0.5 if it fills its half."""
-        if generation is None:
-            return 0.0
-        count = generation.count + len(self._batch.inputs)
-        return 1 - max(count / (2 * self._full), generation.nbytes / MAX_BYTES)
+    def _has_space(self) -> bool:
+        in_batch = max(len(self._batch.inputs), self._batch_size)
+        return self._kept + in_batch <= self._capacity and self._nbytes < MAX_BYTES
+
+    def _drop_oldest(self) -> bool:
+        """Drops what precedes the second checkpoint; returns False if there is none."""
+        later = [place for place, blob in enumerate(self._blobs) if not isinstance(blob.data, bytes)][1:]
+        for _ in range(later[0] if later else 0):
+            self._discount(self._blobs.popleft())
+        return bool(later)
+
+    def _add(self, first: int, count: int, data: bytes | Copy) -> None:
+        self._blobs.append(Blob(self._batch.number, first, count, data))
+        self._kept += count
+        if isinstance(data, bytes):
+            self._nbytes += len(data)
+            self._bytes_since += len(data)
+        self._batch = _Batch(self._batch.number + 1, self.taken)
+
+    def _discount(self, blob: Blob) -> None:
+        self._kept -= blob.count
+        self._nbytes -= len(blob.data) if isinstance(blob.data, bytes) else 0
 
     def _seal(self) -> None:
-        """Encodes the current batch, adds it to the latest generation and begins the next batch."""
-        batch = self._batch
-        if batch.inputs:
-            count, data = batch.encoded()
-            generation = self._generations[-1]
-            generation.blobs.append(Blob(batch.number, batch.first, count, data))
-            generation.count += count
-            generation.nbytes += len(data)
-            self._next_number = batch.number + 1
-            # Half full: the next generation should begin as soon as no room is open.
-            self._due = self._space(generation) <= 0.75
-        self._batch = _Batch(self._next_number, self.taken)
+        """Encodes the current batch and begins the next one."""
+        if self._batch.inputs:
+            self._add(self._batch.first, *self._batch.encoded())
 
-    def _checkpoint(self, machine: Machine) -> bool:
-        """Begins a new generation with a checkpoint; returns False if copying the state takes too long or fails."""
+    def _checkpoint(self, machine: Machine) -> None:
+        """Adds a checkpoint, unless copying the state takes too long or fails."""
         rooms = machine.open_rooms
         try:
-            taken = take(machine, BUDGET_NS)
+            copy = Copy(machine, BUDGET_NS)
         except TooSlow:
-            self._max_rooms = rooms // 2
-            if not rooms:  # the engine may have announced thousands that no decode rank has opened
-                self._retry_at = self.taken + AGAIN_AFTER
-            return False
+            # The engine may have announced thousands of rooms that no decode rank has opened.
+            self._max_rooms, self._retry_at = (rooms - 1) // 2, self.taken + AGAIN_AFTER
+            return
         except Exception as error:  # a bug here may end the recording, but not the agent
             self.fault = f"{type(error).__name__}: {error}"
             self._machine = None
-            return False
+            return
         self._max_rooms = max(self._max_rooms, 2 * rooms)
-        self._due = False
-        if self._generations:
-            self._seal()
-            self._due = False
-        blob = Blob(self._next_number, self.taken, 0, taken)
-        self._next_number += 1
-        self._generations = (*self._generations[-1:], _Generation([blob]))
-        self._batch = _Batch(self._next_number, self.taken)
-        return True
+        self._due = self._full = False
+        self._seal()
+        self._add(self.taken, 0, copy)
+        self._checkpoint_at, self._bytes_since = self.taken, 0

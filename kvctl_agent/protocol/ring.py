@@ -261,6 +261,16 @@ class Allocation:
 class GrantTable:
     """Table of the ring's live allocations, by serial, part and room; a part has at most one."""
 
+    __slots__ = (
+        "_by_part",
+        "_by_room",
+        "_by_serial",
+        "_gated",
+        "quarantined_bytes",
+        "refused_largest_bytes",
+        "ring",
+    )
+
     def __init__(self, size_bytes: int) -> None:
         self.ring = Ring(size_bytes)
         self.quarantined_bytes = 0

@@ -29,6 +29,7 @@ from kvctl_agent.memory.segment import RowIndex
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed, StoreAux
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.region import Cell
 from kvctl_agent.transport.base import Arrival, Transport
 
 _IDLE_S = 20e-3  # a poll costs 0.1 ms when idle: at 5 ms an idle rank took 3.5 % of a core
@@ -122,7 +123,7 @@ class Arrivals:
         return not self._scatters and not self._checks
 
     def turn(self) -> None:
-        self._telemetry.arrival_turn_ns = time.monotonic_ns()
+        self._telemetry.region.cells[Cell.ARRIVAL_TURN_NS] = time.monotonic_ns()
         orders, self._orders = self._orders, []
         if self._poll_arrivals() or orders:
             self._active_s = time.monotonic()
@@ -274,7 +275,7 @@ class Arrivals:
             return
         began_ns = time.monotonic_ns()
         if not self._scatters:
-            self._telemetry.copying_since_ns = began_ns
+            self._telemetry.region.cells[Cell.COPYING_SINCE_NS] = began_ns
         try:
             copy = self._copier.scatter(parts)
         except Exception as error:
@@ -309,7 +310,7 @@ class Arrivals:
             self._update_copying_since()
 
     def _update_copying_since(self) -> None:
-        self._telemetry.copying_since_ns = self._scatters[0].began_ns if self._scatters else 0
+        self._telemetry.region.cells[Cell.COPYING_SINCE_NS] = self._scatters[0].began_ns if self._scatters else 0
 
     def _try_landed_part(self, order: Scatter) -> LandedPart | None:
         try:

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from kvctl_agent.contract.addresses import parse_endpoint
 from kvctl_agent.contract.admin import MAGIC
-from kvctl_agent.contract.keys import KeyPair
-from kvctl_agent.contract.sockets import shortage
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, RemoteProtocolError
+from kvctl_agent.host.keys import KeyPair
+from kvctl_agent.host.sockets import shortage
 from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.control_endpoints import NamedDealer

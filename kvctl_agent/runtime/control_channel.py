@@ -23,9 +23,9 @@ from typing import NamedTuple
 import zmq
 from msgspec.structs import replace
 
-from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.host.keys import KeyPair
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol.events import Received, Unsendable
 from kvctl_agent.protocol.messages import Ack, Message, PartAck, ReadersDone, RoomDone, RoomKept

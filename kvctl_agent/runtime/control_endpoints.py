@@ -19,12 +19,12 @@ from pathlib import Path
 
 import zmq
 
-from kvctl_agent.contract import resolver
 from kvctl_agent.contract.addresses import Address, parse_endpoint, parse_place
-from kvctl_agent.contract.keys import KeyPair
-from kvctl_agent.contract.sockets import UntrustedPathError, check_path
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import ConfigError
+from kvctl_agent.host import resolver
+from kvctl_agent.host.keys import KeyPair
+from kvctl_agent.host.sockets import UntrustedPathError, check_path
 from kvctl_agent.security import curve
 from kvctl_agent.security.unix_dealer import UnixDealer
 from kvctl_agent.security.unix_router import UnixRouter

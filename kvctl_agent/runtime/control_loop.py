@@ -24,9 +24,9 @@ from typing import Any
 import zmq
 
 from kvctl_agent import gil
-from kvctl_agent.contract.sockets import shortage
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.gil import GilSharing
+from kvctl_agent.host.sockets import shortage
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import NOWHERE, Lookup, Rank, Register, Whereabouts
 from kvctl_agent.protocol.machine import Machine
@@ -43,22 +43,19 @@ from kvctl_agent.runtime.liveness import is_dead
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.transfers import Transfers
-from kvctl_agent.runtime.waiting import DescriptorWait, LoopTask, minimize_timer_slack
+from kvctl_agent.runtime.waiting import InputWait, LoopTask, minimize_timer_slack
 from kvctl_agent.security.curve import ZapAuthenticator
+from kvctl_agent.telemetry.engine_calls import SilentEngine
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.region import Cell
 
 _TICK_NS = 100_000_000
 _LIVENESS_NS = 500_000_000
 _STALL_NS = 1_000_000_000  # so late a tick finds messages that have waited, and peers that may have stood still, too
-_FEW_ROOMS = 4
-_PAUSE_A_ROOM_S = 50e-6
-_LONGEST_PAUSE_S = 1e-3
 _LONGEST_WAIT_S = 0.1
 _LANDING_ROUNDS, _LANDING_PAUSE_S = 20, 1e-3
 _ROUNDS_A_TURN = 2  # then messages are read and sent again
 _LAST_TURN_S = 1.0
-# Messages, parts and ends of rooms that are counted together in a turn. A part takes 50 calls, a message 3.
-_NOTED_AT_ONCE = 16
 _SPARE_DESCRIPTORS = 32  # left free by connections to prefill instances: for clients, the engine, a look at /proc
 # Plain integers: an operation on zmq's enumerations takes 0.9 µs, the call that asks a socket 1.5 µs.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -99,7 +96,7 @@ class Mailbox:
 
         Args:
             readable: the descriptor was found readable, so that it is reset also if somebody else has written to it, as
-                the native copy pool does.
+                the copy pool does.
         """
         if self._woken or readable:
             # `wake` sets the flag and writes in two steps. Without the lock the flag could be cleared between them,
@@ -179,10 +176,9 @@ class ControlLoop:
         *,
         transfers: Transfers | None = None,
         arrivals: Arrivals | None = None,
-        forwards: EventPoller | None = None,
+        event_poller: EventPoller | None = None,
         reported: deque[ev.Event] | None = None,
-        few_cores: bool = False,
-        sharing: GilSharing | None = None,
+        wait: InputWait | None = None,
         server: RegistryServer | None = None,
         authenticator: Callable[[], ZapAuthenticator] | None = None,
         inputs: InputLog | None = None,
@@ -192,11 +188,9 @@ class ControlLoop:
         Args:
             transfers: prefill: executes `Transfer`.
             arrivals: decode: executes `Scatter`, `Check` and `StoreAux`.
-            forwards: prefill, pool on a device: polls the engine's events.
+            event_poller: prefill, pool on a device: polls the engine's events.
             reported: events that the tasks have reported, to be handled in the same turn.
-            few_cores: whether ranks that share this host have no core to spare, so that the loop makes fewer turns, and
-                does not poll for arrivals more often when bytes are about to come.
-            sharing: decides which waits keep the GIL; shared with the transport.
+            wait: waits for input; None for one that shares the GIL with no transport.
             server: first prefill rank: the registry of its instance.
             authenticator: starts the authenticator of the control sockets; None without keys.
             inputs: records every event before the machine handles it.
@@ -213,15 +207,14 @@ class ControlLoop:
         self._start_authenticator = authenticator
         self._authenticator: ZapAuthenticator | None = None
         self._telemetry = telemetry
+        self._region = telemetry.region
+        self._silent_engine = SilentEngine(telemetry.region)
         self._handles = handles
         self._connections = connections
-        self._tasks: list[LoopTask] = [task for task in (forwards, transfers, arrivals) if task is not None]
+        self._tasks: list[LoopTask] = [task for task in (event_poller, transfers, arrivals) if task is not None]
         self._transfers = transfers
-        self._arrivals = arrivals
-        self._expecting = None if few_cores else arrivals
-        self._forwards = forwards
+        self._event_poller = event_poller
         self._reported = deque[ev.Event]() if reported is None else reported
-        self._few_cores = few_cores
         self.requests = OperatorRequests(mailbox.put)
         self._stop_by_s = inf
         self._tick_ns = self._stalled_ns = 0
@@ -229,8 +222,7 @@ class ControlLoop:
         self._channel_due_ns = 0
         self._flush_now = self._ask_now = False
         self._polled: list[zmq.Socket[bytes] | int] = []
-        self._descriptors = DescriptorWait(())
-        self._sharing = GilSharing() if sharing is None else sharing
+        self._input = InputWait(GilSharing(), telemetry.waited) if wait is None else wait
         self._sockets_used = True  # those of ZeroMQ, since they were asked and had no input
         self._channel_uses_zmq = True
         self._changes = (-1, -1)
@@ -284,21 +276,13 @@ class ControlLoop:
             self._registries.ask(instance)
         return tuple(instances)
 
+    def add_task(self, task: LoopTask) -> None:
+        """Adds a task to those of every turn, before `start`."""
+        self._tasks.append(task)
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
-
-    @property
-    def turn_age_s(self) -> float | None:
-        """Time since a turn of the loop, with a resolution of 0.1 s; None before its first turn."""
-        if not self._tick_ns:
-            return None
-        return max(0.0, (time.monotonic_ns() - (self._tick_ns - _TICK_NS)) * 1e-9)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the thread was started and has ended."""
-        return self._thread.ident is not None and not self._thread.is_alive()
 
     def close(self, timeout: float) -> bool:
         """Ends the loop as soon as the tasks are idle and peers know how the rooms have ended, so before Bye.
@@ -320,6 +304,7 @@ class ControlLoop:
 
     def _run(self) -> None:
         minimize_timer_slack()
+        self._region.cells[Cell.LOOP_ENDED_NS] = 0
         try:
             ended = False
             while not ended:
@@ -327,14 +312,16 @@ class ControlLoop:
                 self._try_turn()
                 settled = stopping and self._idle() and not self._machine.unanswered()
                 ended = settled or time.monotonic() >= self._stop_by_s
-            if self._forwards is not None:
-                self._forwards.close()
+            if self._event_poller is not None:
+                self._event_poller.close()
             drained = self._transfers is None or self._transfers.drained
             self._mailbox.put(ev.Shutdown(drained and self._idle()))
             self._try_turn(wait=False)
         finally:
+            self._region.cells[Cell.LOOP_ENDED_NS] = time.monotonic_ns()
             self._channel.flush(everything=True)
             self._close_sockets()
+            self._telemetry.flush()
 
     def _idle(self) -> bool:
         return all(task.idle() for task in self._tasks)
@@ -356,61 +343,19 @@ class ControlLoop:
         wait_s = due_s
         for task in self._tasks:
             wait_s = min(wait_s, task.wait_s())
-        if self._few_cores and not self._sharing.contended and (rooms := self._machine.open_rooms) > _FEW_ROOMS:
-            # A turn costs about 60 µs whatever it carries. With many rooms in flight no room waits for this turn: they
-            # wait for processor time, which fewer turns leave free. After this pause the loop waits as with few rooms.
-            pause_s = min((rooms - _FEW_ROOMS) * _PAUSE_A_ROOM_S, _LONGEST_PAUSE_S, max(wait_s, 0.0))
-            self._sleep(pause_s)
-            due_s -= pause_s
-            wait_s = min(wait_s, due_s)
+        due_s -= self._input.pause(self._machine.open_rooms, wait_s)
+        wait_s = min(wait_s, due_s)
         # A ZeroMQ socket's descriptor becomes readable for new messages only, and any call on the socket may take that
         # notice: after such calls the sockets are asked themselves.
         ready = {socket for socket in self._polled if _has_input(socket)} if self._sockets_used else set[Any]()
         self._sockets_used = bool(ready)
         wait_s = 0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)
-        if wait_s:
-            self._telemetry.count_pending(_NOTED_AT_ONCE, _NOTED_AT_ONCE)
-        for index in self._wait(wait_s, min(max(due_s, 0.0), _LONGEST_WAIT_S)):
+        self._telemetry.flush()
+        for index in self._input.wait(wait_s, min(max(due_s, 0.0), _LONGEST_WAIT_S)):
             socket = self._polled[index]
             if isinstance(socket, int) or _has_input(socket):
                 ready.add(socket)
         return ready
-
-    def _wait(self, pause_s: float, due_s: float) -> list[int]:
-        """Waits for input; returns as `DescriptorWait`.
-
-        Args:
-            pause_s: seconds to wait at most; more if the GIL is contended.
-            due_s: the same without the pause between two looks for tags, which the transport may make itself.
-        """
-        wait_s, held = self._sharing.plan(pause_s, time.monotonic_ns())
-        if held:
-            return self._descriptors.wait(wait_s, held=True)
-        if self._sharing.contended and (not wait_s or self._descriptors.wait(0.0, held=True)):
-            # A wait that ends at once would give the engine's thread no time to take the GIL.
-            self._sharing.yield_if_due()
-            return self._descriptors.wait(0.0, held=True)
-        since_ns = time.monotonic_ns()
-        if self._arrivals is not None and 0 < pause_s < due_s:
-            ended_ns = self._arrivals.wait(self._descriptors.polled, due_s, pause_s)
-            if ended_ns is not None:
-                self._waited((ended_ns - since_ns) * 1e-9, since_ns)
-                return self._descriptors.readable()
-        readable = self._descriptors.wait(wait_s)
-        self._waited(wait_s, since_ns)
-        return readable
-
-    def _sleep(self, seconds: float) -> None:
-        since_ns = time.monotonic_ns()
-        time.sleep(seconds)
-        self._waited(seconds, since_ns)
-
-    def _waited(self, asked_s: float, since_ns: int) -> None:
-        """Notes a wait without the GIL, begun at `since_ns` with a time limit of `asked_s` seconds."""
-        now_ns = time.monotonic_ns()
-        asked_ns, took_ns = int(asked_s * 1e9), now_ns - since_ns
-        self._sharing.released(asked_ns, took_ns, now_ns)
-        self._telemetry.interpreter.note(asked_ns, took_ns)
 
     def _register_sockets(self) -> None:
         registry_sockets = [
@@ -422,7 +367,7 @@ class ControlLoop:
         self._channel_uses_zmq = not all(isinstance(socket, int) for socket in channel_sockets)
         self._polled = [self._mailbox_key, *registry_sockets, *channel_sockets]
         self._sockets_used = True
-        self._descriptors = DescriptorWait(
+        self._input.watch(
             [socket if isinstance(socket, int) else int(socket.getsockopt(zmq.FD)) for socket in self._polled]
         )
 
@@ -433,9 +378,10 @@ class ControlLoop:
             self._record_bug(error)
 
     def _turn(self, ready: Set[Any]) -> None:
+        self._region.cells[Cell.TURN_NS] = time.monotonic_ns()
         for event in self._mailbox.take(self._mailbox_key in ready):
             self._feed(event)
-            self._sharing.yield_if_due()
+            self._input.yield_if_due()
         now = time.monotonic_ns()
         channel_due = now >= self._channel_due_ns
         if channel_due or ready - self._mailbox_only:
@@ -443,10 +389,10 @@ class ControlLoop:
             for received in self._channel.receive(ready):
                 if isinstance(received.message, Hello):
                     self._check_replaced([(received.peer, received.incarnation)])
-                elif self._expecting is not None and isinstance(received.message, RoomAccepted):
-                    self._expecting.expect()
+                elif isinstance(received.message, RoomAccepted):
+                    self._input.expect()
                 self._feed(received)
-                self._sharing.yield_if_due()
+                self._input.yield_if_due()
         if self._ask_now or now >= self._tick_ns or not self._registry_keys.isdisjoint(ready):
             self._ask_now = False
             self._sockets_used = True
@@ -458,6 +404,7 @@ class ControlLoop:
         if now >= self._tick_ns and not self._note_stall(now):
             self._tick_ns = now + _TICK_NS
             self._check_liveness(now)
+            self._silent_engine.look(now, self._handles.count)
             self._feed(ev.Tick(self._stalled_ns))
             self._stalled_ns = 0
             for peer, text in self._channel.tick(now):  # last: whatever its sockets raise, deadlines are kept
@@ -494,12 +441,12 @@ class ControlLoop:
         for _ in range(_ROUNDS_A_TURN):
             for task in self._tasks:
                 task.turn()
-                self._sharing.yield_if_due()
+                self._input.yield_if_due()
             if not self._reported:
                 return
             while self._reported:
                 self._feed(self._reported.popleft())
-                self._sharing.yield_if_due()
+                self._input.yield_if_due()
 
     def _feed(self, event: ev.Event) -> None:
         """Passes one event to the machine and executes the actions that it returns.
@@ -598,7 +545,7 @@ class ControlLoop:
         ]
         for _ in range(_LANDING_ROUNDS if ended else 0):
             self._run_tasks()
-            self._sleep(_LANDING_PAUSE_S)
+            self._input.sleep(_LANDING_PAUSE_S)
         for name, incarnation, info in ended:
             self._connections.ended(info)
             self._feed(ev.PeerDead(name, incarnation, f"process {info.pid} has ended"))
@@ -611,8 +558,8 @@ class ControlLoop:
             route = peer.route
         self._channel.queue(action.peer, action.message, route)
         self._flush_now = True
-        if self._expecting is not None and isinstance(action.message, StagingGrants):
-            self._expecting.expect()
+        if isinstance(action.message, StagingGrants):
+            self._input.expect()
 
     def _connect_peer(self, action: ev.ConnectPeer) -> None:
         try:

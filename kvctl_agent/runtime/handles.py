@@ -29,6 +29,8 @@ from kvctl_agent.protocol.machine import RECALLED
 from kvctl_agent.protocol.messages import MAX_TEXT
 from kvctl_agent.runtime.event_poller import EventPoller, PendingEvent
 from kvctl_agent.runtime.page_owners import PageOwners
+from kvctl_agent.telemetry.engine_calls import ABORT, FINISH, LAYERS, PAGES, PREFETCH, RECALL, WAIT
+from kvctl_agent.telemetry.region import RegionWriter
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
 _LONGEST_WAIT_S = 1e9
@@ -37,12 +39,13 @@ _LONGEST_WAIT_S = 1e9
 class Handle:
     """Base of Send and Receive: the state of one room, as last set by the control loop."""
 
-    def __init__(self, room: int, post: Callable[[ev.Event], None]) -> None:
+    def __init__(self, room: int, post: Callable[[ev.Event], None], region: RegionWriter) -> None:
         self.room = room
         self.state = RoomState.BOOTSTRAPPING
         self.error: Failure | None = None
         self.released = False  # nothing of the room is in flight any more: its pages may be reused
         self._post = post
+        self._region = region
         self._lock = threading.RLock()  # reentrant, as all locks of rooms: a signal handler may close the agent
         self._changed = threading.Condition(self._lock)
         self._waiting = 0  # threads in a wait; nearly always none, and to notify none takes a microsecond
@@ -65,6 +68,7 @@ class Handle:
         Raises:
             LocalProtocolError: `reason` is not a string.
         """
+        self._region.note_call(ABORT)
         if not isinstance(reason, str):
             raise LocalProtocolError(f"room {self.room}: reason is {shown(reason)}: it must be text")
         self.post_unless_over(ev.AbortRoom(self.room, encodable(str(reason[:MAX_TEXT]))))
@@ -97,7 +101,7 @@ class Handle:
     def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
         """Waits until a condition is true, or for `timeout` seconds; returns whether it is."""
         seconds = check_timeout(timeout)
-        with self._lock:
+        with self._region.call(WAIT), self._lock:
             self._waiting += 1
             try:
                 return self._changed.wait_for(condition, seconds)
@@ -247,23 +251,26 @@ class Send(Handle):
         self,
         room: int,
         post: Callable[[ev.Event], None],
+        region: RegionWriter,
         bounds: PoolLimits,
-        forwards: EventPoller | None = None,
+        event_poller: EventPoller | None = None,
         prefix_tokens: int | None = None,
     ) -> None:
         """Creates the handle.
 
         Args:
             post: puts an event into the control loop's mailbox.
-            forwards: poller of the engine's events; None if the pool is host memory.
+            region: where the engine's calls are noted.
+            bounds: limits of what may be passed.
+            event_poller: poller of the engine's events; None if the pool is host memory.
             prefix_tokens: the prefix, if all decode ranks of the room have opened it already.
         """
-        super().__init__(room, post)
+        super().__init__(room, post, region)
         self.prefix_tokens = prefix_tokens
         if prefix_tokens is not None:
             self.state = RoomState.WAITING_FOR_INPUT
         self._bounds = bounds
-        self._forwards = forwards
+        self._event_poller = event_poller
         self._last = False
         self._finished = False
         self._recalls = 0  # number of calls of `recall`
@@ -294,13 +301,14 @@ class Send(Handle):
         The deadlines of the room continue. Does nothing if the room has ended: then the pages may be reused once it is
         released.
         """
+        self._region.note_call(RECALL)
         self._last = self._finished = False
         self._recalls += 1
         event = ev.Recall(self.room, self._recalls)
-        if self._forwards is None:
+        if self._event_poller is None:
             self.post_unless_over(event)
         else:
-            self._forwards.forget(self, event)
+            self._event_poller.forget(self, event)
 
     def end_recall(self, serial: int) -> None:
         """Records the end of a recall; called by the control loop."""
@@ -326,6 +334,7 @@ class Send(Handle):
         Raises:
             LocalProtocolError: `groups` is not a list, or a group is not consecutive layers of this rank.
         """
+        self._region.note_call(PREFETCH)
         most = len(self._bounds.layers)
         try:
             ranges = list(islice(groups, most + 1))
@@ -356,6 +365,7 @@ class Send(Handle):
             LocalProtocolError: pages after the last ones, a page outside the pool, not a list of page indices, or not
                 an event of the pool's device.
         """
+        self._region.note_call(PAGES)
         if self._last:
             raise LocalProtocolError(f"room {self.room}: pages after the last ones")
         self._last = self._computed(indices, last, None, event, group_pages)
@@ -375,6 +385,7 @@ class Send(Handle):
         Raises:
             LocalProtocolError: the layers are not this rank's, the room is finished, or as for `pages`.
         """
+        self._region.note_call(LAYERS)
         if self._finished or self._last:
             raise LocalProtocolError(f"room {self.room}: layers after the last ones")
         group = self._bounds.group(self.room, layers)
@@ -390,6 +401,7 @@ class Send(Handle):
         Raises:
             LocalProtocolError: the method was called before, or the aux row or an item is outside the pool.
         """
+        self._region.note_call(FINISH)
         if self._finished:
             raise LocalProtocolError(f"room {self.room} was finished already")
         aux = self._bounds.aux(self.room, aux_index)
@@ -411,32 +423,35 @@ class Send(Handle):
         if event is None:
             self._post_in_order(sent)
             return last
-        if self._forwards is None:
+        if self._event_poller is None:
             raise LocalProtocolError(f"room {self.room}: event= is for pools on a device, this one is host memory")
-        pending = self._forwards.pending(self.room, event)
+        pending = self._event_poller.pending(self.room, event)
         self.post_unless_over(ev.Launched(self.room))
         self._post_in_order(partial(sent, launched=True), pending)
         return last
 
     def _post_in_order(self, make: Callable[[int], ev.Event], pending: PendingEvent | None = None) -> None:
         """Posts an event after all earlier ones of the room, and after `pending` is done."""
-        if self._forwards is None:
+        if self._event_poller is None:
             self.post_unless_over(make(time.monotonic_ns()))
         else:
-            self._forwards.post_after(self, pending, make)
+            self._event_poller.post_after(self, pending, make)
 
 
 class Receive(Handle):
     """Handle of a room on a decode rank; decode may start when the state is SUCCESS."""
 
-    def __init__(self, room: int, post: Callable[[ev.Event], None], device: Device | None = None) -> None:
+    def __init__(
+        self, room: int, post: Callable[[ev.Event], None], region: RegionWriter, device: Device | None = None
+    ) -> None:
         """Creates the handle.
 
         Args:
             post: puts an event into the control loop's mailbox.
+            region: where the engine's calls are noted.
             device: device of the pool; None for host memory.
         """
-        super().__init__(room, post)
+        super().__init__(room, post, region)
         self._device = device
         self._event: Event | None = None
 
@@ -449,6 +464,7 @@ class Receive(Handle):
         affected. If a prefill rank had sent everything and released its pages by then, the room cannot be opened again:
         it fails with RECALL_LATE on every rank. Does nothing if the room has ended.
         """
+        self._region.note_call(RECALL)
         self.post_unless_over(ev.Recall(self.room))
 
     @property
@@ -513,8 +529,13 @@ class HandleRegistry:
                 raise LocalProtocolError(f"room {handle.room}: agent {self._name} has been closed or unregistered")
 
     @property
+    def count(self) -> int:
+        """Number of the rooms that have not ended, or whose pages may not be reused yet."""
+        return len(self._handles)
+
+    @property
     def rooms(self) -> list[int]:
-        """Numbers of the rooms that have not ended, or whose pages may not be reused yet."""
+        """Numbers of these rooms."""
         return list(self._handles)
 
     @property
@@ -638,6 +659,11 @@ def check_timeout(seconds: object) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or seconds != seconds:
         raise LocalProtocolError(f"timeout is {shown(seconds)}: it must be a number of seconds")
     return _LONGEST_WAIT_S if not seconds <= _LONGEST_WAIT_S else max(float(seconds), 0.0)
+
+
+def in_flight(rooms: set[int], timeout: float) -> str:
+    """Returns a text that names rooms that have not ended within `timeout` seconds."""
+    return f"rooms still in flight after {timeout:g} s: {', '.join(map(str, sorted(rooms)[:8]))}"
 
 
 def page_array(indices: Any, name: str = "pages", minimum: int = 0) -> ev.Pages:

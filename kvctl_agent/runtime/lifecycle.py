@@ -17,12 +17,14 @@ from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.peer import LocalInfo, PeerState
 from kvctl_agent.runtime.bootstrap import Registries
 from kvctl_agent.runtime.control_loop import Mailbox
-from kvctl_agent.runtime.handles import HandleRegistry, Receive, Send
+from kvctl_agent.runtime.handles import HandleRegistry, Receive, Send, in_flight
 from kvctl_agent.telemetry.hub import Telemetry
 
 State = Literal["new", "running", "draining", "unregistered", "closed"]
 
 _POLL_S = 0.01
+_ROOMS_POLL_S = 0.002
+_OUTCOME_S = 1.0  # time for decode ranks to say that they have the rooms that are sent
 
 
 class Lifecycle:
@@ -228,6 +230,64 @@ class Lifecycle:
         with self._lock:
             if self.draining and not self.drains_again:
                 self.resume()
+
+    # ---- rooms in flight ------------------------------------------------------------------------------------------
+
+    def drain(self, timeout: float) -> None:
+        """Stops accepting new rooms, and waits until those in flight have ended and peers know it.
+
+        Raises:
+            DeadlineExceeded: rooms are still in flight after `timeout` seconds; the text names them.
+        """
+        deadline_s = time.monotonic() + timeout
+        self.leave()
+        while rooms := {*self._handles.rooms, *(self._machine.unanswered() if self.draining else ())}:
+            self._check_deadline(deadline_s, in_flight(rooms, timeout))
+
+    def unregister_when_idle(self, deadline_s: float, timeout: float) -> None:
+        """Stops accepting new rooms, waits until those in flight have ended, and marks the agent as unregistered.
+
+        Args:
+            deadline_s: monotonic time until which to wait, which was `timeout` seconds away.
+
+        Raises:
+            DeadlineExceeded: rooms are still in flight; the agent accepts rooms again unless it was draining before.
+            LocalProtocolError: as `unregister`.
+        """
+        self.begin_drain(to_unregister=True)
+        aborted: set[int] = set()
+        while not (self._machine.refuses_rooms and self.unregister()):
+            rooms = {*self._handles.rooms, *self._machine.rooms}
+            # Rooms of a prefill rank that only decode ranks have opened: the engine will not begin them any more.
+            if self._role == "prefill":
+                self._abort(rooms.difference(self._handles.rooms), aborted, f": {UNREGISTERED}")
+            try:
+                self._check_deadline(deadline_s, f"its memory cannot be given back, {in_flight(rooms, timeout)}")
+            except DeadlineExceeded:
+                self.end_unregister_drain()
+                raise
+
+    def abort_rooms(self, until_s: float) -> None:
+        """Aborts the rooms in flight, those that are sent after a second, until all have ended or it is `until_s`."""
+        since_s = time.monotonic()
+        aborted: set[int] = set()
+        while (rooms := {*self._handles.rooms}) and (now_s := time.monotonic()) < until_s:
+            if now_s < since_s + _OUTCOME_S:  # rooms that are sent have usually succeeded: decode ranks will say it
+                rooms -= self._handles.sent
+            self._abort(rooms, aborted, " is closing")
+            time.sleep(_ROOMS_POLL_S)
+
+    def _abort(self, rooms: set[int], aborted: set[int], why: str) -> None:
+        """Aborts rooms that are not in `aborted`, and adds them."""
+        for room in rooms - aborted:
+            self._mailbox.put(ev.AbortRoom(room, f"agent {self._name}{why}"))
+        aborted |= rooms
+
+    def _check_deadline(self, deadline_s: float, text: str) -> None:
+        """Sleeps for a moment; raises DeadlineExceeded with `text` if it is past `deadline_s`."""
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded(f"{self._name}: {text}")
+        time.sleep(_ROOMS_POLL_S)
 
     # ---- the engine's events --------------------------------------------------------------------------------------
 

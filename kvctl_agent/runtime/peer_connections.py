@@ -7,13 +7,12 @@ cannot be measured, and a connection that is being measured must not be in use.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvctl_agent.contract.choices import BULK, SLICE
-from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.device.base import Device, Export, Geometry
 from kvctl_agent.errors import DeadlineExceeded, DeviceError, KvctlError, LocalProtocolError, TransportError
 from kvctl_agent.layout.parallel import RankCoord, local_shards
@@ -25,16 +24,17 @@ from kvctl_agent.memory.device_copier import gather_geometries
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
 from kvctl_agent.paths.calibration import measure_copies, measure_device_copies, measure_direct, memcpy_gb_per_s_within
+from kvctl_agent.paths.connection_model import ConnectionModel, CopyCost, DirectCost
 from kvctl_agent.paths.contiguous_runs import PlaneRuns
 from kvctl_agent.paths.direct import PROGRAMS, geometries
-from kvctl_agent.paths.path_chooser import AUTO, DirectCost, PathChooser
+from kvctl_agent.paths.path_chooser import AUTO, PathChooser
 from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
 from kvctl_agent.protocol.messages import PeerInfo
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.runtime.transfers import Transfers
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.transport.base import Transport
-from kvctl_agent.transport.cost_probe import LEAST_ROUNDS, measure_connection
+from kvctl_agent.transport.cost_probe import LEAST_ROUNDS, ConnectionCost, measure_connection
 
 _FABRIC = "fabric"
 _MEASURE_S = 10.0
@@ -48,45 +48,20 @@ class MeasuredCost(NamedTuple):
     at_ns: int
 
 
-class CostMeasurement:
-    """One measurement of a connection, pending or done; one thread calls `run`, any thread may call `wait`.
+class Measurement(NamedTuple):
+    """A measurement of a connection, pending or done.
 
     Attributes:
         peer: agent name of the peer.
         lane: name of the transport.
-        ended_ns: monotonic time of the end of the measurement; 0 while it is pending.
+        asked_ns: monotonic time at which somebody last asked for it.
+        cost: the cost of the connection, or the KvctlError for which it could not be measured.
     """
 
-    def __init__(self, connection: PeerConnection, measure: Callable[[PeerConnection], ConnectionCost]) -> None:
-        self.peer = connection.peer
-        self.lane = connection.transport.name
-        self.ended_ns = 0
-        self._connection = connection
-        self._measure = measure
-        self._result: ConnectionCost | KvctlError | None = None
-        self._done = threading.Event()
-
-    def run(self) -> None:
-        """Measures the connection, and keeps the cost or the error for `wait`."""
-        try:
-            self._result = self._measure(self._connection)
-        except KvctlError as error:
-            self._result = error
-        except Exception as error:  # a bug: `wait` reports it
-            self._result = TransportError(f"{type(error).__name__}: {error}")
-        self.ended_ns = time.monotonic_ns()
-        self._done.set()
-
-    def wait(self, timeout: float) -> ConnectionCost | None:
-        """Returns the cost of the connection; None if the measurement has not ended after `timeout` seconds.
-
-        Raises:
-            KvctlError: the connection could not be measured.
-        """
-        self._done.wait(timeout)
-        if isinstance(self._result, KvctlError):
-            raise self._result
-        return self._result
+    peer: str
+    lane: str
+    asked_ns: int
+    cost: Future[ConnectionCost]
 
 
 class PeerConnections:
@@ -103,10 +78,11 @@ class PeerConnections:
         name: str,
         transport: Transport,
         pool: KVPool,
-        buffers: StagingBuffers | None,
         chooser: PathChooser,
         recorder: FlightRecorder,
         by_peer: dict[str, PeerConnection],
+        *,
+        buffers: StagingBuffers | None = None,
         transfers: Transfers | None = None,
         direct_programs: int | None = None,
         checksum: bool = False,
@@ -114,9 +90,9 @@ class PeerConnections:
         """Creates the table of connections.
 
         Args:
-            buffers: staging buffers of a prefill rank; None without staging.
             chooser: path chooser to calibrate.
             by_peer: empty mapping, shared with the transfers.
+            buffers: staging buffers of a prefill rank; None on a decode rank.
             transfers: prefill: runs measurements of connections between parts.
             direct_programs: limit of the direct path's share of the device, as for `DirectPath`.
             checksum: whether parts are sent with checksums, whose kernels are compiled in advance.
@@ -200,12 +176,15 @@ class PeerConnections:
             LocalProtocolError: no peer is connected or offers scratch memory, or this is a decode rank.
             DeadlineExceeded: the rank was too busy.
         """
-        cost = self._begin(self._first(), self._measure).wait(_MEASURE_S)
-        if cost is None:
-            raise DeadlineExceeded(f"{self._name}: measured no connection between parts within {_MEASURE_S:g} s")
-        return cost
+        try:
+            return self._begin(self._first(), self._measure).cost.result(_MEASURE_S)
+        except KvctlError:
+            raise
+        except TimeoutError:
+            text = f"{self._name}: measured no connection between parts within {_MEASURE_S:g} s"
+            raise DeadlineExceeded(text) from None
 
-    def begin(self, peer: str | None, big_bytes: int | None) -> CostMeasurement:
+    def begin(self, peer: str | None, big_bytes: int | None) -> Measurement:
         """Has the connection to `peer` (None: to the first peer) measured once, between parts.
 
         On a slow connection each kind of write is done only once, so that parts wait for a few seconds at most.
@@ -222,14 +201,23 @@ class PeerConnections:
             raise LocalProtocolError(f"{self._name} is not connected to {peer!r:.80}; connected: {known}")
         return self._begin(connection, lambda connection: self._measure(connection, big_bytes, least_rounds=1))
 
-    def _begin(self, connection: PeerConnection, measure: Callable[..., ConnectionCost]) -> CostMeasurement:
+    def _begin(self, connection: PeerConnection, measure: Callable[[PeerConnection], ConnectionCost]) -> Measurement:
         if self._transfers is None:
             raise LocalProtocolError(
                 f"{self._name} is a decode rank: a connection is measured by its writer, a prefill rank"
             )
-        measuring = CostMeasurement(connection, measure)
-        self._transfers.run_between(measuring.run)
-        return measuring
+        cost: Future[ConnectionCost] = Future()
+
+        def run() -> None:
+            try:
+                cost.set_result(measure(connection))
+            except KvctlError as error:
+                cost.set_exception(error)
+            except Exception as error:  # a bug, which whoever waits reports
+                cost.set_exception(TransportError(f"{type(error).__name__}: {error}"))
+
+        self._transfers.run_between(run)
+        return Measurement(connection.peer, connection.transport.name, time.monotonic_ns(), cost)
 
     def calibrate_once(self) -> None:
         """Has the chooser calibrated when the first peer is connected, if it chooses paths by cost.
@@ -247,29 +235,28 @@ class PeerConnections:
 
     def calibrate(self) -> None:
         """Measures the costs by which the setting `auto` chooses a path; runs between parts."""
-        if self._chooser.connection is not None:
+        if self._chooser.model is not None:
             return
         try:
             connection = self._first()
-            cost = self._measure(connection)
-            self._calibrate_copies(connection)
+            write = self._measure(connection)
+            copy, direct = self._measure_copies(connection)
         except KvctlError as error:
             self._calibrating = False  # tried again with the next peer
             self._recorder.record("calibration", f"auto stages everything that cannot go direct: {error}", "warning")
             return
-        self._chooser.connection = cost
-        text = f"one write {cost.write_gb_per_s:.1f} GB/s, {cost.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
-        if (direct := self._chooser.direct) is not None:
+        self._chooser.model = ConnectionModel(write, copy, direct)
+        text = f"one write {write.write_gb_per_s:.1f} GB/s, {write.descriptor_us(512):.1f} µs a descriptor of 512 bytes"
+        if direct is not None:
             text += f", direct {direct.us_per_part:.0f} µs a part and {direct.us_per_mib:.2f} µs a MiB"
         self._recorder.record("calibration", f"connection to {connection.peer}: {text}")
 
-    def _calibrate_copies(self, connection: PeerConnection) -> None:
+    def _measure_copies(self, connection: PeerConnection) -> tuple[CopyCost, DirectCost | None]:
         """Measures the memcpy rate, the cost of row copies and, if the peer's memory is mapped, of the direct path."""
         with HugePageMemory(_COPIES_BYTES) as memory:
             self.memory_gb_per_s = memcpy_gb_per_s_within(memory.array)
             if self._pool.device is None:
-                self._chooser.copy = measure_copies(memory.array)
-                return
+                return measure_copies(memory.array), None
         assert self._buffers is not None
         copies = self._pool.device.copies()
         buffer = self._buffers.acquire(connection.peer)
@@ -277,10 +264,10 @@ class PeerConnections:
             if buffer is None:
                 raise LocalProtocolError(f"{self._name}: no staging buffer was free to measure copies with")
             staging = Region(buffer.span.addr, buffer.span.nbytes)
-            self._chooser.copy = measure_device_copies(copies, self._source(), staging)
-            scratch = self._scratch.get(connection.peer)
-            if connection.mapping is not None and scratch is not None:
-                self._chooser.direct = self._measure_direct(connection.mapping, scratch)
+            copy, scratch = measure_device_copies(copies, self._source(), staging), self._scratch.get(connection.peer)
+            if connection.mapping is None or scratch is None:
+                return copy, None
+            return copy, self._measure_direct(connection.mapping, scratch)
         finally:
             copies.close()  # waits for the copies; only then may the buffer be reused
             if buffer is not None:

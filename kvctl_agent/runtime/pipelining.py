@@ -12,7 +12,7 @@ from kvctl_agent.errors import ConfigError
 from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping, GroupingOptions, group_layers
 from kvctl_agent.paths.group_size_tuner import GroupSizeTuner
 from kvctl_agent.protocol.events import Overlapped
-from kvctl_agent.telemetry.metrics import Metrics
+from kvctl_agent.telemetry.metrics import Counters
 
 _MOST_DIGITS = 4  # of layers per group
 
@@ -25,7 +25,7 @@ class Pipelining:
         options: configured options; `set` and `change` replace them.
     """
 
-    def __init__(self, layers: range, page_size: int, settings: Any, metrics: Metrics) -> None:
+    def __init__(self, layers: range, page_size: int, settings: Any, metrics: Counters) -> None:
         self.layers = layers
         self.options = GroupingOptions(
             mode=settings["pipeline"],

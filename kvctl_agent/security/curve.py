@@ -17,10 +17,10 @@ import zmq
 from zmq.utils import z85
 
 from kvctl_agent.contract.commands import Level
-from kvctl_agent.contract.keys import Client, KeyFileError, KeyPair, read_clients, read_pair
 from kvctl_agent.errors import ConfigError
+from kvctl_agent.host.keys import Client, KeyFileError, KeyPair, read_clients, read_pair
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
-from kvctl_agent.telemetry.metrics import Metrics
+from kvctl_agent.telemetry.metrics import Counters
 
 DOMAIN = b"kvctl"
 REGISTRY_DOMAIN = b"kvctl-registry"
@@ -137,7 +137,7 @@ def load_clients(path: str, complain: Callable[[str], None]) -> Clients | None:
 class RefusedConnections:
     """Counts refused connections, and records at most one per minute so as not to fill the flight recorder."""
 
-    def __init__(self, metrics: Metrics, recorder: FlightRecorder) -> None:
+    def __init__(self, metrics: Counters, recorder: FlightRecorder) -> None:
         self._metrics = metrics
         self._recorder = recorder
         self._reported_ns = -_REPORT_INTERVAL_NS

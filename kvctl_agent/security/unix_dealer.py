@@ -15,8 +15,8 @@ import time
 
 import zmq
 
-from kvctl_agent.contract.sockets import UntrustedPathError, connect_unix
 from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.host.sockets import UntrustedPathError, connect_unix
 from kvctl_agent.security.unix_router import MessageDecoder, encode_message, opening
 
 _RETRY_NS = 50_000_000

@@ -25,11 +25,11 @@ from pathlib import Path
 import zmq
 
 from kvctl_agent import gil
-from kvctl_agent.contract.sockets import peer_uid
 from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.host.sockets import peer_uid
 
 MAX_CONNECTIONS = 128
-_RESERVE = 3
+SPARE_DESCRIPTORS = 3
 # One router uses at most an eighth of the process's descriptor limit, but always allows a few connections.
 _SHARE = 8
 _FEWEST = 16
@@ -208,6 +208,7 @@ class _Connection:
         self.decoder = MessageDecoder(max_bytes)
         self.queue: collections.deque[memoryview] = collections.deque()
         self.queued_bytes = 0
+        self.held = bytearray()  # until `flush`
         self.waits = False  # for space in the socket's send buffer
         self.spoken = False  # the peer has sent a message
         self.active_ns = time.monotonic_ns()
@@ -229,6 +230,8 @@ class UnixRouter:
         refused: Callable[[str], None] | None = None,
         *,
         peers_choose_names: bool = False,
+        spare: int = SPARE_DESCRIPTORS,
+        hold_bytes: int = 0,
     ) -> None:
         """Binds to `path`, which must not exist, and listens.
 
@@ -240,6 +243,9 @@ class UnixRouter:
             refused: called with a description of each connection that is refused or closed.
             peers_choose_names: peers are identified by the routing id that they send, and a new connection replaces an
                 older one with the same id. Otherwise each connection gets a unique id.
+            spare: descriptors in reserve for when the process has no others.
+            hold_bytes: what is sent to one peer waits for `flush`, or until it has so many bytes: many small messages
+                then take one system call, and wake the peer once.
 
         Raises:
             OSError: the path cannot be bound, or too few descriptors are free.
@@ -250,6 +256,9 @@ class UnixRouter:
         self._limit = limit
         self._refused = refused or (lambda _: None)
         self._peers_choose_names = peers_choose_names
+        self._spare_count = spare
+        self._hold_bytes = hold_bytes
+        self._holding: set[_Connection] = set()
         self._by_fd: dict[int, _Connection] = {}
         self._by_name: dict[bytes, _Connection] = {}
         self._arrived: collections.deque[list[bytes]] = collections.deque()
@@ -267,7 +276,7 @@ class UnixRouter:
             self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             undo.callback(os.close, self._signal)
             undo.callback(self._release_reserve)
-            for _ in range(_RESERVE):
+            for _ in range(spare):
                 self._reserve.append(_spare())
             self._listener.bind(os.fspath(path))
             undo.callback(path.unlink, missing_ok=True)
@@ -284,12 +293,17 @@ class UnixRouter:
     @property
     def max_wait_ms(self) -> int | None:
         """Longest time to poll `fileno` before calling `recv_multipart` even if it is not readable; None: no limit."""
-        return _REPLENISH_MS if len(self._reserve) < _RESERVE else None
+        return _REPLENISH_MS if len(self._reserve) < self._spare_count else None
 
     @property
     def connections(self) -> int:
         """Number of open connections."""
         return len(self._by_fd)
+
+    def unread_bytes(self, peer: bytes) -> int:
+        """Returns how many bytes wait until the peer with this routing id reads; 0 if it is not connected."""
+        connection = self._by_name.get(peer)
+        return 0 if connection is None else connection.queued_bytes
 
     def poll(self, timeout_ms: int) -> bool:
         """Waits until `recv_multipart` has a message; returns False if there is none after `timeout_ms`."""
@@ -344,14 +358,23 @@ class UnixRouter:
         data = encode_message(frames[1:])
         deadline = time.monotonic() + timeout_ms / 1000
         while connection.queue and connection.queued_bytes + len(data) > _MAX_QUEUED_BYTES:
+            queued_bytes = connection.queued_bytes
+            self._write(connection)  # what the peer has read since the last event
+            if connection.queued_bytes < queued_bytes:
+                continue
             left = deadline - time.monotonic()
             if left <= 0 or not self._wait_writable(connection, left):
                 raise zmq.Again
-            self._write(connection)
-        self._queue(connection, data)
+        if self._by_fd.get(connection.fd) is connection:  # else it has ended meanwhile
+            self._queue(connection, data)
         self._update_signal()
         if self._by_fd.get(connection.fd) is not connection:
             raise zmq.ZMQError(errno.EHOSTUNREACH)
+
+    def flush(self) -> None:
+        """Sends what is held."""
+        for connection in tuple(self._holding):
+            self._release(connection)
 
     def close(self, linger_ms: int = 0) -> None:
         """Sends queued messages for at most `linger_ms`, then closes all connections; keeps the path. Idempotent."""
@@ -484,6 +507,20 @@ class UnixRouter:
         self._by_name[connection.name] = connection
 
     def _queue(self, connection: _Connection, data: bytes) -> None:
+        if not self._hold_bytes or connection.queue:
+            self._send(connection, data)
+            return
+        connection.held += data
+        self._holding.add(connection)
+        if len(connection.held) >= self._hold_bytes:
+            self._release(connection)
+
+    def _release(self, connection: _Connection) -> None:
+        self._holding.discard(connection)
+        held, connection.held = connection.held, bytearray()
+        self._send(connection, bytes(held))
+
+    def _send(self, connection: _Connection, data: bytes) -> None:
         sent = 0
         if not connection.queue:
             try:
@@ -530,6 +567,7 @@ class UnixRouter:
         if self._by_name.get(connection.name) is connection:
             del self._by_name[connection.name]
         connection.queue.clear()
+        self._holding.discard(connection)
         connection.socket.close()
 
     def _free_descriptor(self) -> bool:
@@ -543,7 +581,7 @@ class UnixRouter:
         return True
 
     def _replenish(self) -> None:
-        while len(self._reserve) < _RESERVE:
+        while len(self._reserve) < self._spare_count:
             try:
                 self._reserve.append(_spare())
             except OSError:

@@ -1,7 +1,7 @@
-"""Counters, timelines and rates of an agent, collected at negligible cost to the hot path.
+"""Telemetry of one agent: writes counters, current values and a log of events to its region.
 
-Writers never wait for a reader, and wait for each other only for a few bytecodes. Readers (the admin thread) copy
-without a lock and accept values that are one update old.
+Writers never wait for a reader, and wait for each other only for a few bytecodes. `kvctl_agent.observer` folds the log
+into rooms, rates and histograms.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Write(Protocol):
 
 
 class DeferredWrite(Write, Protocol):
-    """A write that is not posted yet: a native copy pool posts its descriptors one by one, without the GIL.
+    """A write that is not posted yet: a copy pool posts its descriptors one by one, without the GIL.
 
     Each descriptor is sent with the tag. `poll` returns False until all are posted and complete.
 
@@ -222,7 +222,7 @@ class Transport(Protocol):
         tag: bytes | SharedTag | None,
         until_ns: int,
     ) -> DeferredWrite:
-        """Returns a write as `write` makes it, for a native copy pool to post.
+        """Returns a write as `write` makes it, for a copy pool to post.
 
         Args:
             tag: Tag of one descriptor, or a shared tag.

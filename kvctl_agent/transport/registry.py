@@ -7,28 +7,21 @@ from collections.abc import Callable, Mapping
 from kvctl_agent.contract.values import near
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.gil import GilSharing
-from kvctl_agent.memory.native_copier import NativeCopyPool
+from kvctl_agent.memory.host_copier import CopyPool
 from kvctl_agent.transport.base import Transport
 
 MAX_NAME_CHARACTERS = 256
 """Longest agent name; the sender's name is sent with every tag."""
 
 
-Sharing = GilSharing | None
-CopyPool = NativeCopyPool | None
-
-
-def _nixl(
-    agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing, copy_pool: CopyPool
-) -> Transport:
+def _nixl(agent_name: str, params: Mapping[str, str], device: Device | None, copy_pool: CopyPool | None) -> Transport:
     from kvctl_agent.transport.nixl.transport import NixlTransport
 
-    return NixlTransport(agent_name, params, device, sharing, copy_pool)
+    return NixlTransport(agent_name, params, device, copy_pool)
 
 
 def _loopback(
-    agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing, copy_pool: CopyPool
+    agent_name: str, params: Mapping[str, str], device: Device | None, copy_pool: CopyPool | None
 ) -> Transport:
     from kvctl_agent.transport.loopback import LoopbackTransport
 
@@ -36,14 +29,14 @@ def _loopback(
 
 
 def _mooncake(
-    agent_name: str, params: Mapping[str, str], device: Device | None, sharing: Sharing, copy_pool: CopyPool
+    agent_name: str, params: Mapping[str, str], device: Device | None, copy_pool: CopyPool | None
 ) -> Transport:
     from kvctl_agent.transport.mooncake.transport import MooncakeTransport
 
     return MooncakeTransport(agent_name, params)
 
 
-TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None, Sharing, CopyPool], Transport]] = {
+TRANSPORTS: dict[str, Callable[[str, Mapping[str, str], Device | None, CopyPool | None], Transport]] = {
     "nixl": _nixl,
     "mooncake": _mooncake,
     "loopback": _loopback,
@@ -55,8 +48,7 @@ def open_transport(
     agent_name: str,
     params: Mapping[str, str] | None = None,
     device: Device | None = None,
-    sharing: Sharing = None,
-    copy_pool: CopyPool = None,
+    copy_pool: CopyPool | None = None,
 ) -> Transport:
     """Creates and starts the transport of an agent.
 
@@ -66,7 +58,6 @@ def open_transport(
             sender of its tags.
         params: The engine's own settings (`transport_params`).
         device: Device of the memory to be registered, in addition to the host; None for the host only.
-        sharing: Tells whether the engine's thread runs Python, in which case threads of a transport are slow.
         copy_pool: Threads that copy and post without the GIL; started before the first write, closed after the
             transport.
 
@@ -79,7 +70,7 @@ def open_transport(
         raise ConfigError(f"transport: unknown {name!r}; allowed: {', '.join(TRANSPORTS)}{near(name, TRANSPORTS)}")
     if len(agent_name) > MAX_NAME_CHARACTERS:
         raise ConfigError(f"agent name: {len(agent_name)} characters; allowed: up to {MAX_NAME_CHARACTERS}")
-    return TRANSPORTS[name](agent_name, params or {}, device, sharing, copy_pool)
+    return TRANSPORTS[name](agent_name, params or {}, device, copy_pool)
 
 
 def parse_params(text: str) -> dict[str, str]:

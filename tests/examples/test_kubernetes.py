@@ -1,4 +1,4 @@
-"""examples/kubernetes: valid by the API's schemas, consistent with kvctl, and runnable as the manifests have it."""
+"""examples/kubernetes: valid by the API's schemas, consistent with kvctl and its chart, and runnable."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ import pytest
 import yaml
 
 from kvctl_agent.contract.config import KEYS_BY_NAME, TOOL_VARIABLES
+from tests.support.charts import render, which
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 FILES = sorted(path for path in EXAMPLES.glob("*/*.yaml") if path.name != "kustomization.yaml")
 DOCUMENTS = [(path, document) for path in FILES for document in yaml.safe_load_all(path.read_text())]
 WORKLOADS = [(path, each) for path, each in DOCUMENTS if each["kind"] in ("StatefulSet", "Deployment")]
 AGENTS = [(path, each) for path, each in WORKLOADS if each["metadata"]["name"] != "sglang-router"]
+SGLANG = [each for path, each in AGENTS if path.parent.name == "sglang"]  # their HTTP ports are for routers
 WAIT_S = 60.0
 
 
@@ -50,15 +52,36 @@ def test_a_wrong_field_would_be_noticed() -> None:
         kubernetes_validate.validate(wrong, "1.37", strict=True)
 
 
-@pytest.mark.parametrize("folder", ["base", "synthetic", "sglang"])
+@pytest.mark.parametrize("folder", ["synthetic", "sglang"])
 def test_a_kustomization_has_all_files(folder: str) -> None:
     listed = yaml.safe_load((EXAMPLES / folder / "kustomization.yaml").read_text())["resources"]
     there = {path.name for path in (EXAMPLES / folder).glob("*.yaml")} - {"kustomization.yaml"}
-    assert {each for each in listed if not each.startswith("..")} == there
-    if shutil.which("kubectl") is not None:
-        built = subprocess.run(["kubectl", "kustomize", EXAMPLES / folder], capture_output=True, timeout=60, check=True)
+    assert set(listed) == there
+    if (kubectl := which("kubectl")) is not None:
+        built = subprocess.run([kubectl, "kustomize", EXAMPLES / folder], capture_output=True, timeout=60, check=True)
         for document in yaml.safe_load_all(built.stdout):
             kubernetes_validate.validate(document, "1.37", strict=True)
+
+
+@pytest.mark.skipif(which("helm") is None, reason="helm is not installed")
+def test_the_chart_selects_the_workers_and_their_ports() -> None:
+    made = {
+        each["kind"]: each["spec"]
+        for each in render(yaml.safe_load((EXAMPLES / "values.yaml").read_text()))
+        if "spec" in each
+    }
+    monitored = {each["port"] for each in made["PodMonitor"]["podMetricsEndpoints"]}
+    peers, outside = made["NetworkPolicy"]["ingress"]
+    assert peers == {"from": [{"podSelector": made["NetworkPolicy"]["podSelector"]}]}
+    opened = {port for each in outside["ports"] for port in range(each["port"], each.get("endPort", each["port"]) + 1)}
+    for _, document in AGENTS:
+        labels = document["spec"]["template"]["metadata"]["labels"]
+        for selector in (made["PodMonitor"]["selector"], made["NetworkPolicy"]["podSelector"]):
+            assert selector["matchLabels"].items() <= labels.items()
+        ports = {port["name"]: port["containerPort"] for port in worker_of(document)["ports"]}
+        assert {name for name in ports if name.startswith("kvctl-metrics")} <= monitored
+        open_to_all = {port for name, port in ports.items() if name.startswith("kvctl-") or document in SGLANG}
+        assert open_to_all <= opened
 
 
 def worker_of(document: dict[str, Any]) -> dict[str, Any]:
@@ -99,10 +122,14 @@ def test_the_hook_ends_before_kubernetes_kills(path: Path, document: dict[str, A
     assert int(match[1]) + int(match[2]) + 15 <= grace_s
 
 
-def test_the_image_copies_what_exists() -> None:
-    copies = re.findall(r"^COPY (?!--from)(.+) \S+$", (EXAMPLES / "Dockerfile").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("folder", [".", "examples/kubernetes"])
+def test_an_image_copies_what_exists_and_is_not_ignored(folder: str) -> None:
+    root = EXAMPLES.parents[1]
+    copies = re.findall(r"^COPY (?!--from)(.+) \S+$", (root / folder / "Dockerfile").read_text(), re.MULTILINE)
+    kept = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for source in itertools.chain.from_iterable(line.split() for line in copies):
-        assert (EXAMPLES.parents[1] / source).exists(), source
+        assert (root / source).exists(), source
+        assert source in kept
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's prometheus is not installed")

@@ -1,6 +1,7 @@
 """The worlds that the explorer walks, and the faults allowed in each history.
 
-`SMALL` is walked completely by every test run. `LARGE` is for `make explore`, which walks as far as its bounds allow.
+`SMALL` is walked completely by `make test-all`, and every twelfth world of it by `make test`. `LARGE` is for `make
+explore`, which walks as far as its bounds allow.
 """
 
 from __future__ import annotations

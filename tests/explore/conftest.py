@@ -1,4 +1,4 @@
-"""Walks the explorer's configurations and mutations once each, for all tests in this folder."""
+"""Walks the explorer's configurations once each, for all tests in this folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ BOUND = 200_000  # states of one configuration; none comes near it
 
 
 @pytest.fixture(scope="session")
-def explored() -> Iterator[Callable[[Any], Any]]:
-    """Returns the result of a configuration. The first call begins the walks of all configurations on all cores."""
+def explored(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any]]:
+    """Returns the result of a configuration. The first call begins the walks that the chosen tests will ask for.
+
+    They have a core to themselves; beside other workers of `make test`, one for all of them.
+    """
     from tests.explore.configurations import SMALL
     from tests.explore.explorer.search import Bounds
-    from tests.explore.mutations import MUTATIONS
 
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        worlds = dict.fromkeys([*SMALL, *(mutation.configuration for mutation in MUTATIONS)])
+    processes = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count()
+    worlds: dict[Any, None] = {}
+    for item in request.session.items:
+        if "explored" in getattr(item, "fixturenames", ()):
+            values = item.callspec.params.values() if hasattr(item, "callspec") else SMALL
+            worlds.update(dict.fromkeys(getattr(value, "configuration", value) for value in values))
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         runs = {world: pool.submit(world.explore, Bounds(BOUND)) for world in worlds}
         yield lambda world: runs[world].result()
 

@@ -15,6 +15,8 @@ from tests.explore.explorer.canonical import IRRELEVANT, UNORDERED, Walk, plan_o
 from tests.explore.explorer.scene import Scene
 from tests.explore.explorer.witness import Witness
 
+pytestmark = pytest.mark.sample
+
 
 def reachable(root: object) -> dict[str, object]:
     """One object of each of our classes that a machine or the oracle holds, by the name of the class."""
@@ -30,7 +32,7 @@ def reachable(root: object) -> dict[str, object]:
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset):
             waiting += value
-        elif type(value).__module__.startswith(("kvctl_agent.protocol", "tests.")):
+        elif type(value).__module__.startswith(("kvctl_agent.protocol", "kvctl.lab.replay", "tests.")):
             for base in type(value).__mro__[:-1]:
                 found.setdefault(base.__name__, value)
             slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]

@@ -9,13 +9,14 @@ import pytest
 from tests.explore.configurations import SMALL, Configuration
 from tests.explore.explorer.search import Bounds, Explored
 from tests.explore.mutations import MUTATIONS, Mutation
+from tests.support.sampling import sampled
 
 STATES = 100_000  # that must be explored in all, at least
 
 Explore = Callable[[Configuration], Explored]
 
 
-@pytest.mark.parametrize("configuration", SMALL, ids=lambda configuration: configuration.name)
+@pytest.mark.parametrize("configuration", sampled(SMALL, 12))
 def test_every_history_is_safe_and_can_end(configuration: Configuration, explored: Explore) -> None:
     found = explored(configuration)
     assert found.complete
@@ -49,6 +50,7 @@ def test_the_same_configuration_has_the_same_states_each_time(explored: Explore)
     assert again._replace(seconds=0) == explored(configuration)._replace(seconds=0)
 
 
+@pytest.mark.sample
 def test_a_search_that_meets_its_bound_says_so() -> None:
     bounded = SMALL[0].explore(Bounds(1000))
     assert not bounded.complete

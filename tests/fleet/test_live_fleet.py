@@ -149,6 +149,7 @@ def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_l
     assert list(socket_dir().iterdir()) == []
 
 
+@pytest.mark.sample
 def test_what_has_not_ended_in_time_is_named() -> None:
     plan = FleetPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
     with LiveFleet(plan) as fleet:
@@ -190,12 +191,14 @@ def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is
     assert (tmp_path / "evidence" / "finding-1.kvrec").stat().st_size > 0
 
 
+@pytest.mark.sample
 def test_a_rank_that_does_not_come_up_is_named_with_what_it_said() -> None:
     plan = FleetPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", config={"lost_s": 0.3, "suspect_s": 0.5})
     with LiveFleet(plan) as fleet, pytest.raises(FleetError, match=r'rank "[a-z]+-0" did not come up: .*lost_s'):
         fleet.start()
 
 
+@pytest.mark.sample
 def test_demo_ends_with_a_verdict_and_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     demo = [sys.executable, "-m", "kvctl", "demo", "--transport", "loopback", "--prefill-tp", "1", "--decode-dp", "1"]
     done = subprocess.run(

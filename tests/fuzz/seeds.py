@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
+from typing import Any
 
 import msgspec
 import orjson
@@ -15,6 +17,8 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.security import unix_router
+from kvctl_agent.telemetry import records as rec
+from kvctl_agent.telemetry.region import LEAST_LOG_BYTES, Cell, Header, RegionWriter, log_offset
 
 VERSION = msg.PROTOCOL_VERSION
 
@@ -76,6 +80,52 @@ _RECORDING = (
     + recording.encode_frame(recording.DONE, {"frames": 3})
 )
 
+
+def _edit(place: int, offset: int, content: bytes) -> bytes:
+    """One edit of the target `region`."""
+    return struct.pack("<BIB", place, offset, len(content)) + content
+
+
+def _end_of_log(written: int, reserved: int | None = None) -> bytes:
+    ends = struct.pack("<qq", written if reserved is None else reserved, written)
+    return _edit(1, 8 * Cell.RESERVED, ends)
+
+
+_REGION = RegionWriter(Header.of_this_process("decode", "decode-0", log_bytes=LEAST_LOG_BYTES))
+for _record in (b"record", b"another", bytes(200)):
+    _REGION.append(_record)
+_LOG = _REGION.content(log_offset(), 237)
+_DOCUMENT = msgspec.msgpack.encode({"keys": ["agent", "registry"], "rows": [["decode-0", "ipc:///x"]], "calls": ["a"]})
+
+
+def _records(*records: list[Any]) -> bytes:
+    """Input of the target `region-records`."""
+    encoded = map(msgspec.msgpack.encode, records)
+    return b"".join(len(each).to_bytes(2, "little") + each for each in encoded)
+
+
+_MOMENTS = {"ready": 1_000, "posted": 2_000, "arrived": 3_000}
+_FIELDS = [1, 7, 9, 500, 3, 600, 1_000, 900, 1_500, 4_000, 2, None, 1, 1, 99, 4, 4096, 1, 0, "request", ""]
+_ROOM_RECORDS: list[list[Any]] = [
+    [rec.OPENED, 1, 7, 9, 500],
+    [rec.ROOM, *_FIELDS],
+    [rec.PEERS, 1, 0, ["prefill-0"], [9]],
+    [rec.EVENT, 1, "granted", 800, 0, 0, [0, 32], "prefill-0", ""],
+    [rec.PART, 1, [0, 0, [0, 32]], "prefill-0", "staged", 4096, _MOMENTS, None],
+    [rec.NOTED, 1, 700, "room", "warning", 7, None, "text"],
+    [rec.TRANSFER_BEGUN, 7, 99, 600],
+    [rec.TRANSFER_ARRIVED, 7, "decode-0", 700, 20],
+    [rec.TRANSFER_CANCELLED, 7, 800],
+    [rec.BASE_BEGUN, 1, 5],
+    [rec.BASE_ROOM, *_FIELDS],
+    [rec.BASE_ENDED, 1],
+    [rec.FAILED, 1, "prefill-0", "ABORTED", 5, "text", 3_500],
+    [rec.FINISHED, *_FIELDS, 4_000],
+    [
+        rec.SEVERAL,
+        [[rec.OPENED, 2, 8, 9, 500], [rec.SEVERAL, [[rec.FAILED, 2, "prefill-0", "ABORTED", 5, "text", 3_500]]]],
+    ],
+]
 _OF_ROOM = {"room": 7, "nonce": 1000}  # that the machines of the target have
 
 SEEDS: dict[str, list[bytes]] = {
@@ -130,6 +180,28 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "recorded-piece": [_INPUTS, msgspec.msgpack.encode([[["r", 0], 1], {"rooms": ["t", []]}, [], 0, {}])],
     "recording": [_RECORDING, _RECORDING[:40]],
+    "region": [
+        b"",
+        _edit(2, 0, _LOG) + _end_of_log(237),
+        _edit(2, 0, _LOG[:-1]) + _end_of_log(237),
+        _end_of_log(1 << 17),
+        _end_of_log(1 << 40, 1 << 40),
+        _end_of_log(-1, 1 << 62),
+        _edit(0, 0, _REGION.header.pack()[:80]),
+        _edit(1, 8 * Cell.PUBLISHED, struct.pack("<10q", *range(10))) + _edit(3, 0, bytes(16)),
+    ],
+    "region-document": [
+        _DOCUMENT,
+        msgspec.msgpack.encode({"state": "running", "peers": {"ready": 2}, "ring": None}),
+        msgspec.msgpack.encode({"keys": ["agent"], "rows": [[1, 2], 3]}),
+        b"\x81\xa4rows" + b"\x91" * 2000,
+    ],
+    "region-records": [
+        _records(*_ROOM_RECORDS),
+        _records(*_ROOM_RECORDS[:-1]),
+        *(_records(_ROOM_RECORDS[0], record) for record in _ROOM_RECORDS[1:]),
+        _records([rec.PART, 1, [0, 0, [0, 0]], None, "bulk", 1, {"ready": -(2**62), "done": 2**62}, None]),
+    ],
     "endpoint": [
         *(
             b"tcp://127.0.0.1:7000",

@@ -6,23 +6,30 @@ Hypothesis runs them in the test suite, atheris in `make fuzz`: an input found b
 from __future__ import annotations
 
 import contextlib
+import struct
+import time
 from collections.abc import Callable
 from io import BytesIO
+from typing import Any
 
 import orjson
 
 from kvctl.lab.bench import trace
 from kvctl.lab.replay.recordings import decode_inputs
-from kvctl_agent.admin.requests import parse_body, parse_frames, request_id
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
-from kvctl_agent.errors import RecordingError, RecordingVersionError, RemoteProtocolError, RequestRefused
+from kvctl_agent.errors import RecordingError, RecordingVersionError, RegionError, RemoteProtocolError, RequestRefused
 from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.observer import documents
+from kvctl_agent.observer.fold import Fold
+from kvctl_agent.observer.requests import parse_body, parse_frames, request_id
 from kvctl_agent.protocol import bootstrap_registry, codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import unpack
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.security import unix_router
+from kvctl_agent.telemetry import region as regions
+from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 from kvctl_agent.transport.mooncake import tags
 from tests.fuzz import entry_points
@@ -147,6 +154,81 @@ def recorded_piece(data: bytes) -> None:
         unpack(data)
 
 
+REGION_EDIT = struct.Struct("<BIB")
+REGION_PLACES = (
+    0,
+    regions.HEADER_BYTES,
+    regions.log_offset(),
+    *(regions._document_offset(document, buffer) for document in regions.Document for buffer in range(2)),
+)
+_REGION_HEADER = regions.Header.of_this_process("decode", "decode-0", log_bytes=regions.LEAST_LOG_BYTES)
+_DOCUMENTS: tuple[Any, ...] = (
+    (regions.Document.IDENTITY, documents.Identity),
+    (regions.Document.STATE, documents.State),
+    (regions.Document.CONFIG, documents.Configuration),
+    (regions.Document.BOOTSTRAP, documents.Registries),
+    (regions.Document.PEERS, documents.Peers),
+    (regions.Document.STAGING, documents.Ring),
+    (regions.Document.STAGING, documents.GatedParts),
+    (regions.Document.ROOMS, documents.Diagnoses),
+    (regions.Document.COSTS, documents.Costs),
+    (regions.Document.STACK, documents.Stack),
+)
+
+
+def region(data: bytes) -> None:
+    """Edits of a region, each with place, offset, length and bytes, and then its header, log and documents."""
+    writer = regions.RegionWriter(_REGION_HEADER)
+    writer.append(b"record")
+    writer.publish(regions.Document.STATE, b"\x81\xa5state\xa7running", 1)
+    at = 0
+    while len(data) - at > REGION_EDIT.size:
+        place, offset, size = REGION_EDIT.unpack_from(data, at)
+        at += REGION_EDIT.size
+        begin = REGION_PLACES[place % len(REGION_PLACES)] + offset % (1 << 18)
+        piece = data[at : at + size][: max(0, _REGION_HEADER.size - begin)]
+        writer._map[begin : begin + len(piece)] = piece
+        at += size
+    with contextlib.suppress(RegionError):
+        header = regions.Header.unpack(writer.content(0, regions.HEADER_BYTES))
+        assert header.size <= regions.log_offset() + (1 << 30)
+    reader = regions.MemoryReader(writer)
+    for _ in range(3):
+        position = reader.position
+        assert sum(map(len, reader.records().records)) <= _REGION_HEADER.log_bytes
+        assert reader.position >= position
+    for document, kind in _DOCUMENTS:
+        assert isinstance(documents.RegionDocuments(reader).read(document, kind), documents.AnyDocument)
+
+
+def region_document(data: bytes) -> None:
+    """The content of a document, of any kind."""
+    for _, kind in _DOCUMENTS:
+        documents.decoded(data, kind)
+
+
+def region_records(data: bytes) -> None:
+    """Records of a log, each behind its length in two bytes, and then all that the admin commands read of the fold."""
+    limits = {"history": 4, "failed": 4, "timeline_events": 8, "recorder_events": 8}
+    fold, now_ns, at = Fold("decode-0", "decode", Clock(), **limits), time.monotonic_ns(), 0
+    while len(data) - at > 2:
+        size = int.from_bytes(data[at : at + 2], "little")
+        fold.apply(data[at + 2 : at + 2 + size])
+        at += 2 + size
+    rows = [
+        *fold.rooms.rows(None, 100),
+        *fold.rooms.history(100),
+        *fold.rooms.slow(100),
+        *fold.rooms.failed(100)["rooms"],
+    ]
+    details = [fold.rooms.detail(int(row["room"])) for row in rows[:8]]
+    fold.transfers.ahead(now_ns)
+    fold.transfers.fit("prefill-0", now_ns)
+    rates = fold.rate.window(now_ns), fold.latencies.summary(), fold.recent_ends.counts(now_ns)
+    others = fold.stages.rows(), fold.recorder.since(None, 100), fold.metrics.snapshot(), fold.rooms.states()
+    orjson.dumps([rows, details, rates, others], option=orjson.OPT_NON_STR_KEYS)
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "control": control_frame,
     "machine": machine,
@@ -158,6 +240,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "zmtp": zmtp_stream,
     "recording": recorded_file,
     "recorded-piece": recorded_piece,
+    "region": region,
+    "region-document": region_document,
+    "region-records": region_records,
     "endpoint": entry_points.endpoint,
     "cli-endpoint": entry_points.cli_endpoint,
     "registry-row": entry_points.registry_row,

@@ -19,7 +19,6 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES
 from kvctl_agent.contract.commands import COMMANDS
@@ -27,11 +26,13 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.observer.server import SERVED_HERE
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.rank import Rank
 from kvctl_agent.transport.mooncake import tags
 from tests.fuzz.seeds import SEEDS
+from tests.support.admin_server import AdminServer
 
 Context = zmq.Context[zmq.Socket[bytes]]
 PATIENCE_S = 60

@@ -16,120 +16,49 @@ from typing import Any
 import pytest
 
 from kvctl.cli import run
-from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.observer.server import SERVED_HERE
+from tests.support import answers as typical
+from tests.support.admin_server import AdminServer
+from tests.support.answers import MS, NOW, S, gated_part
+from tests.support.answers import NONCE as NONCE
+from tests.support.answers import role as role_of
 
-MS = 1_000_000
-S = 1_000_000_000
-NOW = 1_760_000_000 * S
 ROOM = "18446744073709551615"
-NONCE = "9007199254740993"
+_OF_TERMINALS = {"NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR"}
 FLEET = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
-def role_of(name: str) -> str:
-    return name.split("-")[0]
-
-
 def hello(name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "role": role_of(name),
-        "host": "node-3",
-        "pid": 4242,
-        "version": "0.1.0",
-        "protocol": [1, 1],
-        "incarnation": "c0ffee",
-        "level": "read",
-        "capabilities": ["staged"],
-        "uptime_ns": 125 * S,
-        "now_ns": time.time_ns(),
-    }
+    return typical.hello(name, now_ns=time.time_ns())
 
 
-def status(name: str) -> dict[str, Any]:
-    number = int(name[-1])
-    decode = role_of(name) == "decode"
-    return {
-        "name": name,
-        "role": role_of(name),
-        "host": "node-3",
-        "rank": {"dp": number if decode else 0, "pp": 0, "cp": 0, "tp": 0 if decode else number, "unique": number},
-        "sizes": {"dp": 2, "pp": 1, "cp": 1, "tp": 1} if decode else {"dp": 1, "pp": 1, "cp": 1, "tp": 2},
-        "pid": 4242,
-        "incarnation": "c0ffee",
-        "version": "0.1.0",
-        "uptime_ns": 125 * S,
-        "transport": {"engine": "nixl", "backend": "UCX", "lanes": ["shm"]},
-        "device": "cpu",
-        "rooms": {"Bootstrapping": 1, "WaitingForInput": 2, "Transferring": 3},
-        "rooms_finished_total": {"Success": 1204, "Failed": number},
-        "rooms_finished_5m": {"Success": 199, "Failed": number},
-        "bytes_total": 5 << 30,
-        "rate": {"window_ns": 10 * S, "bytes": 1 << 30, "gb_per_s": 0.745, "rooms_per_s": 5.2},
-        "latency": {"p50_ns": 12_300_000 + number, "p90_ns": 30 * MS, "p99_ns": 41 * MS + number * MS, "count": 602},
-        "ring": {"size_bytes": 64 << 20, "used_bytes": 24 << 20, "high_water_bytes": 48 << 20, "live": 3}
-        if decode
-        else None,
-        "peers": {"ready": 2},
-        "pipeline": None
-        if decode
-        else {
-            "mode": "on",
-            "min_tokens": 3072,
-            "group_size": None,
-            "decisions": {"formula": 600, "few-tokens": 48, "prefill-only": 2},
-        },
-        "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
-        "waiting_for": None,
-        "not_ready": None,
-        "accepting": True,
-        "draining": False,
-        "draining_age_ns": None,
-        "resumed_age_ns": None,
-        "memory_gb_per_s": None if decode else 11.5,
-        "process": {"fds": 61, "fds_limit": 1024, "threads": 14, "rss_bytes": 400 << 20, "cpu_ns": 93 * S},
-    }
+status = typical.status
 
 
 def room_row(name: str, room: str = ROOM, **changes: Any) -> dict[str, Any]:
     decode = role_of(name) == "decode"
-    return {
-        "room": room,
-        "nonce": NONCE,
+    own = {
         "request_id": "cmpl-7f3a" if decode and room == ROOM else None,
-        "agent": name,
-        "role": role_of(name),
-        "state": "Transferring",
-        "state_age_ns": 2 * S,
         "age_ns": 6 * S,
         "opened_at_ns": NOW,
-        "finished_at_ns": None,
-        "peers": ["prefill-0", "prefill-1"] if decode else ["decode-0"],
         "coverage": {
             "planned": 64,
             "sent": None if decode else 32,
             "landed": 48 if decode else None,
             "scattered": 32 if decode else None,
         },
-        "tokens": 1024,
-        "pages": 64,
-        "bytes": 16 << 20,
-        "parts": 2,
-        "paths": {"staged": 2},
         "parked": 0 if decode else 1,
-        "latency_ns": None,
         "forward_done_at_ns": None if decode else NOW + 5 * MS,
         "hidden_ns": None if decode else 1 * MS,
         "exposed_ns": None if decode else 9 * MS + int(name[-1]) * MS,
         "missing": ["prefill-1"] if decode else [],
         "owed": {"prefill-1": 16} if decode else {},
         "unscattered": 16 if decode else None,
-        "failure": None,
-        **changes,
     }
+    return typical.room_row(name, room, **{**own, **changes})
 
 
 def event(at_ms: float, agent: str, stage: str, writer: int | None = None, **more: Any) -> dict[str, Any]:
@@ -189,17 +118,7 @@ def room_detail(name: str, failed: bool = False) -> dict[str, Any]:
 def staging(name: str) -> dict[str, Any]:
     base = {"agent": name, "role": role_of(name), "enabled": True, "fallbacks_total": 0}
     if role_of(name) == "prefill":
-        gated = {
-            "room": ROOM,
-            "peer": "decode-1",
-            "chunk": 0,
-            "layers": [0, 32],
-            "bytes": 8 << 20,
-            "waiting_for": "watermark round 3 tail 8388608",
-            "age_ns": 1500 * MS,
-            "requests": 1,
-            "asked_age_ns": 1600 * MS,
-        }
+        gated = gated_part(room=ROOM, bytes=8 << 20, age_ns=1500 * MS, asked_age_ns=1600 * MS)
         buffers = {
             "size_bytes": 64 << 20,
             "piece_bytes": 1 << 20,
@@ -210,22 +129,9 @@ def staging(name: str) -> dict[str, Any]:
         return {**base, "ring": None, "buffers": buffers, "gated": [gated] if name == "prefill-1" else []}
 
     def allocation(serial: int, offset: int, end: int, state: str, age_ns: int) -> dict[str, Any]:
-        return {
-            "serial": serial,
-            "room": str(serial),
-            "nonce": NONCE,
-            "writer": "prefill-0",
-            "chunk": 0,
-            "layers": [0, 32],
-            "offset": offset << 20,
-            "end": end << 20,
-            "round": 3,
-            "age_ns": age_ns,
-            "state": state,
-            "posted": False,
-            "room_state": "Failed" if state == "quarantined" else "Transferring",
-            "aside": False,
-        }
+        room_state = "Failed" if state == "quarantined" else "Transferring"
+        place = {"offset": offset << 20, "end": end << 20}
+        return typical.allocation(serial, room=str(serial), age_ns=age_ns, state=state, room_state=room_state, **place)
 
     ring = {
         "size_bytes": 64 << 20,
@@ -277,47 +183,31 @@ def layers(name: str) -> list[dict[str, Any]]:
 
 
 def peers(name: str) -> list[dict[str, Any]]:
-    others = [other for other in FLEET if role_of(other) != role_of(name)]
-    return [
-        {
-            "agent": name,
-            "peer": other,
-            "role": role_of(other),
-            "state": "ready" if other != "decode-1" else "suspect",
-            "incarnation": "c0ffee",
-            "endpoint": "tcp://127.0.0.1:5000",
-            "last_heard_ns": 800 * MS,
-            "unheard_ns": 900_000_000,
-            "address": None,
-            "wire_ns": None,
-            "oldest_write_ns": None,
-            "tcp": None,
-            "rtt_ns": 210_000,
-            "clock_offset_ns": -1500,
-            "clock_error_ns": 105_000,
-            "control_queue": 0,
-            "watermark_sent": None,
-            "watermark_seen": [3, 8388608, 12],
-            "lane": "shm",
-            "lane_gb_per_s": 8.4 if role_of(name) == "prefill" and other == "decode-0" else None,
-            "lane_descriptor_ns": 950 if role_of(name) == "prefill" and other == "decode-0" else None,
-            "lane_measured_age_ns": 70 * S if role_of(name) == "prefill" and other == "decode-0" else None,
-            "lane_kind": "cuda_ipc" if role_of(name) == "prefill" else None,
-            "lane_expected": "cuda_ipc" if role_of(name) == "prefill" else None,
-            "lane_source": "rate" if role_of(name) == "prefill" else None,
-            "lane_direct": "nvlink" if role_of(name) == "prefill" and other == "decode-0" else None,
-            "lane_why_not": "decode-1's pool is host memory" if other == "decode-1" else None,
-            "same_host": True,
-            "peer_host": "node-3",
-            "process": "process 4711 on node-3",
-            "former": ["process 4242 on node-2 (000000000000beef)"] if other == "prefill-1" else [],
-            "rooms": 2,
-            "errors_total": 0,
-            "last_error": None,
-            "differences": ["page_size 64 ≠ 32"] if other == "decode-1" else [],
-        }
-        for other in others
-    ]
+    return [_peer(name, other) for other in FLEET if role_of(other) != role_of(name)]
+
+
+def _peer(name: str, other: str) -> dict[str, Any]:
+    odd, writes = other == "decode-1", role_of(name) == "prefill"
+    lane = {
+        "lane_gb_per_s": 8.4,
+        "lane_descriptor_ns": 950,
+        "lane_measured_age_ns": 70 * S,
+        "lane_direct": "nvlink",
+    }
+    return typical.peer_row(
+        name,
+        other,
+        state="suspect" if odd else "ready",
+        clock_offset_ns=-1500,
+        clock_error_ns=105_000,
+        watermark_seen=[3, 8388608, 12],
+        lane="shm",
+        **({"lane_kind": "cuda_ipc", "lane_expected": "cuda_ipc", "lane_source": "rate"} if writes else {}),
+        **(lane if writes and not odd else {}),
+        lane_why_not="decode-1's pool is host memory" if odd else None,
+        former=["process 4242 on node-2 (000000000000beef)"] if other == "prefill-1" else [],
+        differences=["page_size 64 ≠ 32"] if odd else [],
+    )
 
 
 def events(name: str) -> list[dict[str, Any]]:
@@ -382,7 +272,6 @@ def nics(name: str) -> dict[str, Any]:
         "host": "node-3",
         "network": "net:[4026531840]",
         "at_ns": 125 * S,
-        "read_ns": 2 * MS,
         "nics": [
             first,
             down,
@@ -393,13 +282,10 @@ def nics(name: str) -> dict[str, Any]:
         "segments_sent_total": 5_000_000,
         "segments_retransmitted_total": 12,
         "segments_duplicate_total": 3,
-        "numa_nodes": 2,
         "cpu_nodes": [0],
         "gpu": None,
-        "gpu_node": None,
         "lane": {"devices": ["mlx5_0"], "source": "open devices", "protocol": ""},
         "gid_index": None,
-        "routes": [],
     }
 
 
@@ -669,7 +555,7 @@ Start = Callable[..., AdminServer]
 def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides the machine's agents, configuration and colour settings; fix the time zone."""
     for name in list(os.environ):
-        if name.startswith("KVCTL_") or name in {"NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR"}:
+        if (name.startswith("KVCTL_") and name != "KVCTL_OBSERVER") or name in _OF_TERMINALS:
             monkeypatch.delenv(name)
     base = tmp_path_factory.mktemp("k")
     monkeypatch.setenv("KVCTL_SOCKET_DIR", str(base / "s"))
@@ -692,7 +578,7 @@ def start(socket_directory: Path) -> Iterator[Start]:
     """Start real admin servers: `start(name, handlers, ahead_ns, **hello)`; all are closed at the end."""
     servers: list[AdminServer] = []
 
-    def make(name: str, handlers: dict[str, Any] | None = None, ahead_ns: int = 0, **changes: Any) -> AdminServer:
+    def make(name: str, /, handlers: dict[str, Any] | None = None, ahead_ns: int = 0, **changes: Any) -> AdminServer:
         greeting = {**hello(name), **changes}
         server = AdminServer(
             name,

@@ -15,9 +15,13 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+import kvctl
+from kvctl.lab.ranks.process import PROGRAM
 
 KVCTL = (sys.executable, "-m", "kvctl")
 AtBest = Callable[[Callable[[], float], float], None]
@@ -190,6 +194,13 @@ def test_colour_can_be_demanded(fleet: Any) -> None:
 def test_watching_redraws_on_a_terminal(fleet: Any) -> None:
     text = on_terminal("rooms", "-w", "0.05", until="\x1b[H")
     assert "kvctl rooms ls · every 0.05 s" in text
+
+
+def test_a_rank_imports_nothing_from_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("raise SystemExit('argparse.py of the current directory')")
+    environment = {**os.environ, "PYTHONPATH": str(Path(kvctl.__file__).parents[1])}
+    done = subprocess.run([*PROGRAM, "--help"], env=environment, cwd=tmp_path, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_watching_status_on_a_terminal_repeats_its_header_every_20_lines(fleet: Any) -> None:

@@ -13,7 +13,9 @@ from benchmarks.leaks.slope import slope, sparkline
 from kvctl_agent.protocol.decode.rooms import WriterTransfer
 from kvctl_agent.protocol.machine import Tombstones
 from kvctl_agent.protocol.tag import RoomKey
-from kvctl_agent.telemetry.room_records import BusyTime
+from kvctl_agent.telemetry.durations import BusyTime
+
+pytestmark = pytest.mark.sample
 
 
 def make(name: str, **attributes: Any) -> Any:
@@ -52,8 +54,8 @@ def test_what_appears_is_growth_and_what_shrinks_is_not() -> None:
 
 
 def test_history_may_fill_up_to_its_bound_and_no_further() -> None:
-    path = "decode-0: telemetry.rooms._latest"
-    bound = BOUNDS[r"telemetry\.rooms\._(latest|slowest|failed\._by_code)"]
+    path = "decode-0: telemetry.rooms._ended"
+    bound = BOUNDS[r"telemetry\.rooms\._ended"]
     assert grown({}, {path: bound}) == []
     assert grown({}, {path: bound + 1}) == [f"{path}: {bound + 1}, its bound is {bound}"]
 
@@ -74,10 +76,10 @@ def test_objects_that_only_a_closure_holds_are_counted() -> None:
 
 
 def test_objects_that_are_history_are_not_counted() -> None:
-    root = make("Root", telemetry=make("Telemetry", rooms=make("Rooms", _latest=deque(), _active={})))
+    root = make("Root", telemetry=make("Telemetry", rooms=make("Rooms", _ended=deque(), _active={})))
     kind = "kvctl_agent.protocol.decode.rooms.WriterTransfer"
     before = instances(root).get(kind, 0)
-    root.telemetry.rooms._latest.append({RoomKey("", 1, 1): [WriterTransfer("peer", 1)]})
+    root.telemetry.rooms._ended.append({RoomKey("", 1, 1): [WriterTransfer("peer", 1)]})
     assert instances(root).get(kind, 0) == before
     root.telemetry.rooms._active[1] = WriterTransfer("peer", 1)
     assert instances(root)[kind] == before + 1

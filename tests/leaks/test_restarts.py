@@ -89,7 +89,9 @@ def test_decode_ranks_that_come_and_go(make: Make) -> None:
     assert prefill.errors() == []
 
 
-@pytest.mark.parametrize(("transport", "names"), [("loopback", "same"), ("nixl", "new")])
+@pytest.mark.parametrize(
+    ("transport", "names"), [pytest.param("loopback", "same", marks=pytest.mark.sample), ("nixl", "new")]
+)
 def test_prefill_instances_that_come_and_go(make: Make, names: str) -> None:
     """Under the same names, as a restart does, or new ones, as pods have."""
     decode, before = make("decode"), None

@@ -9,6 +9,8 @@ import pytest
 
 from tests.matrix.matrix_rig.combinations import AXES, COUNT, combinations, coverage, possible_pairs
 
+pytestmark = pytest.mark.sample
+
 
 def test_every_two_values_of_any_two_axes_meet(capsys: pytest.CaptureFixture[str]) -> None:
     covered = coverage(combinations())
@@ -19,7 +21,7 @@ def test_every_two_values_of_any_two_axes_meet(capsys: pytest.CaptureFixture[str
 
 def test_all_of_them_are_possible_different_and_the_same_in_every_run() -> None:
     chosen = combinations()
-    assert len(chosen) >= COUNT >= 200
+    assert len(chosen) >= COUNT >= 100
     assert all(one.possible() for one in chosen)
     assert len({one.name for one in chosen}) == len(chosen)
     combinations.cache_clear()
@@ -31,7 +33,7 @@ def test_each_transport_has_its_half_and_every_path_grouped_and_not() -> None:
     by_transport = Counter(one.transport for one in chosen)
     assert min(by_transport.values()) >= len(chosen) * 2 // 5
     for transport, path, grouped in product(AXES["transport"], AXES["path"], AXES["grouped"]):
-        assert sum((one.transport, one.path, one.grouped) == (transport, path, grouped) for one in chosen) >= 5
+        assert sum((one.transport, one.path, one.grouped) == (transport, path, grouped) for one in chosen) >= 4
 
 
 def test_heads_that_do_not_divide_move_by_every_path_that_can() -> None:

@@ -17,6 +17,7 @@ from tests.matrix.matrix_rig.case import Case
 from tests.matrix.matrix_rig.combinations import Combination, combinations
 from tests.matrix.matrix_rig.expected import expected
 from tests.matrix.matrix_rig.pair import Pair
+from tests.support.sampling import sampled
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,12 @@ INSTANCES = {
 }
 
 
-@pytest.mark.parametrize("one", combinations(), ids=lambda one: one.name)
+@pytest.mark.parametrize("one", sampled(combinations(), 8))
 def test_every_byte_arrives(standing: Pair, one: Combination) -> None:
     check(standing, one.case)
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["", "grouped"])
-@pytest.mark.parametrize("model", ["gqa8", "latent", "state"])
+@pytest.mark.parametrize(("model", "grouped"), [("gqa8", True), ("latent", False), ("state", True)])
 @pytest.mark.parametrize("instances", INSTANCES)
 @pytest.mark.parametrize("transport", ["mooncake", "nixl"])
 def test_several_prefill_instances_serve_one_decode_instance(

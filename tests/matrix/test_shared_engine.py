@@ -17,6 +17,7 @@ from kvctl_agent.transport.registry import open_transport
 from tests.matrix.matrix_rig.shared_engine import Facade, SharedEngine
 from tests.support.mooncake import start_mooncake
 
+pytestmark = pytest.mark.sample
 BYTES = 1 << 16
 
 Start = Callable[[], tuple[SharedEngine, HugePageMemory]]

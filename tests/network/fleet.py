@@ -19,7 +19,7 @@ from kvctl.lab.demo.fleet import FleetPlan, LiveFleet, LiveRank
 from kvctl.lab.ranks.messages import Start
 from kvctl.lab.ranks.process import PROGRAM, RankProcess
 from kvctl_agent.contract.admin import SOCKET_DIR_VARIABLE
-from kvctl_agent.contract.keys import KeyPair, public_text, secret_text
+from kvctl_agent.host.keys import KeyPair, public_text, secret_text
 from tests.network.hosts import Network
 
 REGISTRY_PORT = 7000
@@ -91,7 +91,7 @@ class NetworkFleet(LiveFleet):
         if start.role == "prefill":
             config["listen"] = f"{address}:{CONTROL_PORT}"
         registry = f"tcp://{self.address(self.place['prefill-0'])}:{REGISTRY_PORT}"
-        process = self._group.start(rank.name, {SOCKET_DIR_VARIABLE: str(sockets)}, program=host.program(PROGRAM))
+        process = self.launch(rank.name, {SOCKET_DIR_VARIABLE: str(sockets)}, program=host.program(PROGRAM))
         process.send(replace(start, bootstraps=(registry,), config=config))
         return process
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.network.conftest import PLACE, SPARE, Site
 
-EVERY = pytest.mark.parametrize("site", ["nixl", "mooncake"], indirect=True, scope="module")
+NIXL = pytest.param("nixl", marks=pytest.mark.sample)
+EVERY = pytest.mark.parametrize("site", [NIXL, "mooncake"], indirect=True, scope="module")
 VICTIM = "prefill-1"
 
 

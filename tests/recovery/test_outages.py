@@ -142,6 +142,7 @@ def test_a_killed_decode_rank_costs_its_own_rooms_and_serves_again(traffic: Traf
 
 
 @NIXL
+@pytest.mark.sample
 @pytest.mark.parametrize("victim", ["prefill-1", "prefill-0"])
 def test_a_killed_prefill_rank_fails_its_rooms_everywhere_and_serves_again(traffic: Traffic, victim: str) -> None:
     """`prefill-0` hosts the registry: the others register again by themselves."""
@@ -152,6 +153,7 @@ def test_a_killed_prefill_rank_fails_its_rooms_everywhere_and_serves_again(traff
 
 
 @NIXL
+@pytest.mark.sample
 @pytest.mark.parametrize("victim", ["decode-1", "prefill-1"])
 def test_a_short_stop_is_seen_and_fails_no_room(traffic: Traffic, victim: str) -> None:
     failed = traffic.accounting.failed

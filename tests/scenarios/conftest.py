@@ -22,6 +22,7 @@ import pytest
 KVCTL = (sys.executable, "-m", "kvctl")
 # A room that is stuck is named when its time is half over; the rest is for a machine with other things to do.
 PATIENCE_S = 200.0
+POLL_S = 0.5  # between two commands, each of which costs a process and an answer of every rank
 
 # The fewest ranks that show it: all of them share this machine.
 _SLOW: dict[str, tuple[str, ...]] = {
@@ -90,6 +91,7 @@ class Demo:
             if rows and rows[0]["code"] == code and re.fullmatch(of, rows[0]["subject"]):
                 assert done.returncode == 1
                 return rows[0]
+            time.sleep(POLL_S)
             assert time.monotonic() < deadline, (
                 f"doctor never said {code} of {of!r} first, but {[(row['code'], row['subject']) for row in rows]}"
             )
@@ -102,6 +104,7 @@ class Demo:
             health = {row["name"]: row["health"] for row in rows}
             if code in health.get(agent, ()):
                 return
+            time.sleep(POLL_S)
             assert time.monotonic() < deadline, f"status never said {code} of {agent}, but {health}"
 
     def shows(self, found: Finding, *patterns: str, rc: int = 0) -> str:

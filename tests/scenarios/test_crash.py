@@ -8,7 +8,10 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 
+
+@pytest.mark.sample
 def test_a_rank_that_ends_by_itself_is_named_at_once(demo: Callable[..., Any]) -> None:
     fleet = demo("--transport", "loopback", "--prefill-tp", "1", "--decode-dp", "1", "--rate", "2")
     fleet.said("serve after")

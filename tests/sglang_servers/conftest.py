@@ -27,6 +27,7 @@ from kvctl.lab.demo.sglang_servers import (
     post,
 )
 from kvctl.lab.tcp_ports import free_port
+from tests.support.observers import end_observer
 
 # What SGLang gets as --disaggregation-transfer-backend and as KVCTL_SGLANG.
 MODES = {
@@ -42,6 +43,7 @@ ENVIRONMENT = {
     # The plugin is that of this checkout, wherever the installed one is from.
     "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(HERE.parents[1])]),
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "tiny_models",
+    "KVCTL_OBSERVER": "process",
 }
 # Prompts that are longer than this are prefilled in chunks.
 CHUNK_TOKENS = 64
@@ -263,3 +265,4 @@ def servers(
     )
     with fleet:
         yield running
+    end_observer(running.socket_dir)

@@ -22,7 +22,7 @@ TOKEN = "a-token"
 
 def pod(name: str, *ports: int, ip: str = "127.0.0.1", **status: Any) -> dict[str, Any]:
     """Returns a running pod, labelled app=kvctl, with these admin ports."""
-    names = ["kvctl-admin", *(f"kvctl-admin-{number}" for number in range(1, len(ports)))]
+    names = ["kvctl-admin", *(f"kvctl-admin-{number}" for number in range(1, len(ports)))][: len(ports)]
     container = {
         "name": "worker",
         "image": "kvctl",
@@ -74,7 +74,9 @@ class KubernetesApi:
         self.port: int = self._run(self._start(context))
         self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.port}"
 
-    def kubeconfig(self, path: Path, context: str = "test", token: str = TOKEN, **cluster: Any) -> Path:
+    def kubeconfig(
+        self, path: Path, context: str = "test", token: str = TOKEN, namespace: str = "default", **cluster: Any
+    ) -> Path:
         """Writes a kubeconfig file with one context for this server."""
         path.write_text(
             yaml.safe_dump(
@@ -84,7 +86,7 @@ class KubernetesApi:
                     "current-context": context,
                     "clusters": [{"name": "c", "cluster": {"server": self.url, **cluster}}],
                     "users": [{"name": "u", "user": {"token": token}}],
-                    "contexts": [{"name": context, "context": {"cluster": "c", "user": "u"}}],
+                    "contexts": [{"name": context, "context": {"cluster": "c", "user": "u", "namespace": namespace}}],
                 }
             )
         )

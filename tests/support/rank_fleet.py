@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from kvctl.lab.ranks.group import RankGroup
-from kvctl.lab.ranks.messages import Prepare, Room, Run, RunReport, Start, Verify, VerifyReport
+from kvctl.lab.ranks.messages import (
+    Command,
+    Connect,
+    Prepare,
+    Room,
+    Run,
+    RunReport,
+    Start,
+    Verify,
+    VerifyReport,
+    planned_room,
+)
 from kvctl.lab.ranks.plan import Plan, PlannedRank
 from kvctl.lab.ranks.planner import rank_start
 from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
@@ -54,12 +65,14 @@ class Fleet:
         self._laps = 0
         self.timeout_s = TIMEOUT_S
         self.workers: dict[str, Worker] = {}
+        self._answers: dict[str, Any] = {}
         self._pool = ThreadPoolExecutor(len(self.plan["ranks"]))
         try:
             for rank in self.plan["ranks"]:
                 start = self._start(rank, directory)
-                self.workers[start.name] = Worker(start, SimpleQueue(), lambda kind, data: None)
+                self.workers[start.name] = Worker(start, SimpleQueue(), partial(self._receive, start.name))
             self._all(Worker.begin)
+            self._ask(Connect(TIMEOUT_S))
         except BaseException:
             self.close()
             raise
@@ -70,35 +83,35 @@ class Fleet:
         load = self.plan["loads"][0]
         first, end = load["batches"][0]
         return tuple(
-            Room(
-                index=index,
-                number=self._laps * self.plan["room_stride"] + index,
-                tokens=load["rooms"][index]["tokens"],
-                prefix_tokens=load["rooms"][index]["prefix_tokens"],
-                decode_dp=load["rooms"][index]["decode_dp"],
-                instance=load["rooms"][index]["instance"],
-                arrival_ms=load["rooms"][index]["arrival_ms"],
-                output_tokens=load["rooms"][index]["output_tokens"],
-                session=load["rooms"][index]["session"],
-            )
+            planned_room(load["rooms"][index], index, self._laps * self.plan["room_stride"] + index)
             for index in range(first, end)
         )
 
     def run(self, path: str, pipeline: str = "off", **command: Any) -> dict[str, RunReport]:
         """Runs the first batch of rooms; returns the reports of the ranks by name."""
         prepare = Prepare(0, path, self.rooms(), poison=True, pipeline=pipeline)
-        self._all(lambda worker: worker.prepare(prepare))
-        run = Run(tuple(self.plan["loads"][0]["windows"]), self.timeout_s, **command)
-        return self._all(lambda worker: worker.run(run))
+        self._ask(prepare)
+        return self._ask(Run(tuple(self.plan["loads"][0]["windows"]), self.timeout_s, **command))
 
     def verify(self) -> dict[str, VerifyReport]:
         """Returns the decode ranks' verification reports by name."""
-        verdicts = self._all(lambda worker: worker.verify(Verify("full")))
-        return {name: verdict for name, verdict in verdicts.items() if name.startswith("decode")}
+        return {name: found for name, found in self._ask(Verify("full")).items() if name.startswith("decode")}
 
     def close(self) -> None:
         list(self._pool.map(Worker.close, self.workers.values()))
         self._pool.shutdown()
+
+    def ask(self, name: str, command: Command) -> Any:
+        """Has one rank obey a command; returns its answer."""
+        worker = self.workers[name]
+        worker.inbox.put(command)
+        while (item := worker.next()) is not None:
+            worker.handle(item)
+        return self._answers[name]
+
+    def _ask(self, command: Command) -> dict[str, Any]:
+        """Has all ranks obey a command, each in its thread; returns the answers by name."""
+        return self._all(lambda worker: self.ask(worker.start.name, command))
 
     def _all(self, action: Callable[[Worker], Any]) -> dict[str, Any]:
         return dict(zip(self.workers, self._pool.map(action, self.workers.values()), strict=True))
@@ -106,7 +119,13 @@ class Fleet:
     def _start(self, rank: PlannedRank, directory: str) -> Start:
         prefix = f"p{rank['instance']}-" if rank["instance"] >= 0 else ""
         name = f"{prefix}{rank['role']}-{rank['unique']}"
-        return rank_start(self.plan, self._request, rank, name, directory, TIMEOUT_S)
+        return rank_start(self.plan, self._request, rank, name, directory)
+
+    def _receive(self, name: str, kind: str, data: Any) -> None:
+        """Keeps the answer to a command; None in the rank's inbox then ends the wait for it."""
+        if kind == "answer":
+            self._answers[name] = data
+            self.workers[name].inbox.put(None)
 
 
 @pytest.fixture
@@ -141,7 +160,7 @@ StartRank = Callable[..., None]
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankGroup]:
     monkeypatch.setattr("kvctl.lab.ranks.group.CLOSE_S", 0.2)  # most scripted ranks ignore that their channel closes
-    with contextlib.closing(RankGroup()) as group:
+    with RankGroup() as group:
         yield group
 
 
@@ -150,6 +169,6 @@ def start(group: RankGroup) -> StartRank:
     """Returns a function that starts a rank process with the script `body`; it may use `lines`, `say`, `answer`."""
 
     def start(name: str, body: str = "for line in lines: answer(line, pid=os.getpid())") -> None:
-        group.start(name, program=[sys.executable, "-c", _SCRIPT.replace("BODY", body)])
+        group.launch(name, program=[sys.executable, "-c", _SCRIPT.replace("BODY", body)])
 
     return start

@@ -1,7 +1,7 @@
 """Discovery URLs: values of `-e` that name a source which knows many agents, such as a registry, a file or a command.
 
-Each kind of source is a module of this package with a function `open_source(url, keys)` that returns an `AgentSource`;
-it is imported when such a URL is first used. `AgentSources` asks the sources of a fleet, all at the same time.
+Each kind of source is an `AgentSource` in a module of this package, which is imported when such a URL is first used.
+`AgentSources` asks the sources of a fleet, all at the same time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Kind:
         option: option of `kvctl context add` that takes the URL without its prefix.
         metavar: what that option takes.
         help: help of that option, without the final period.
+        source: class of the sources, in the module `SCHEME_source`.
     """
 
     prefix: str
@@ -36,6 +37,7 @@ class Kind:
     option: str
     metavar: str
     help: str
+    source: str
 
 
 EXEC = "exec:"
@@ -46,6 +48,7 @@ KINDS: dict[str, Kind] = {
         "--bootstrap",
         "HOST:PORT",
         "Agents that the registry of a prefill instance knows",
+        "RegistrySource",
     ),
     "dns": Kind(
         "dns://",
@@ -53,6 +56,7 @@ KINDS: dict[str, Kind] = {
         "--dns",
         "NAME:PORT",
         "An agent at this port of every address of a DNS name; PORT+N for N ports from PORT upwards",
+        "DnsSource",
     ),
     "srv": Kind(
         "srv://",
@@ -60,17 +64,26 @@ KINDS: dict[str, Kind] = {
         "--srv",
         "_SERVICE._tcp.NAME",
         "Agents at the targets of a DNS service record",
+        "SrvSource",
     ),
-    "file": Kind("file://", "file:///PATH", "--file", "PATH", "Agents that this file lists, one endpoint per line"),
+    "file": Kind(
+        "file://", "file:///PATH", "--file", "PATH", "Agents that this file lists, one endpoint per line", "FileSource"
+    ),
     "exec": Kind(
-        EXEC, "exec:COMMAND", "--command", "COMMAND", "Agents that this shell command prints, one endpoint per line"
+        EXEC,
+        "exec:COMMAND",
+        "--command",
+        "COMMAND",
+        "Agents that this shell command prints, one endpoint per line",
+        "CommandSource",
     ),
     "kubernetes": Kind(
         "kubernetes://",
-        "kubernetes://NAMESPACE/LABEL=VALUE,…[?port=NAME][&context=NAME][&via=port-forward]",
+        "kubernetes://NAMESPACE[/LABEL=VALUE,…][?port=NAME][&context=NAME][&via=port-forward]",
         "--kubernetes",
-        "NAMESPACE/LABEL=VALUE,…",
-        "Agents in the pods with these labels",
+        "NAMESPACE[/LABEL=VALUE,…]",
+        "Agents in the pods of a namespace, or in those with these labels",
+        "PodSource",
     ),
 }
 """Kinds of sources by scheme, which is also the name of the module."""
@@ -98,8 +111,9 @@ def open_source(url: str, keys: KeyNames) -> AgentSource:
     Raises:
         CliError: the URL is malformed, or a package that this kind of source needs is not installed.
     """
-    module = importlib.import_module(f"{__name__}.{url.partition(':')[0]}_source")
-    source: AgentSource = module.open_source(url, keys)
+    scheme = url.partition(":")[0]
+    module = importlib.import_module(f"{__name__}.{scheme}_source")
+    source: AgentSource = getattr(module, KINDS[scheme].source)(url, keys)
     return source
 
 

@@ -16,19 +16,14 @@ _MOST_PORTS = 64
 _PLACE = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,255}):(?P<port>[0-9]{1,5})(?:\+(?P<count>[0-9]{1,3}))?", re.ASCII)
 
 
-def open_source(url: str, keys: KeyNames) -> AgentSource:
-    """Returns the source; raises CliError if the URL has no name and port."""
-    return DnsSource(url)
-
-
 class DnsSource(AgentSource):
     """The addresses of a name, as the system's resolver finds them: /etc/hosts, the search domains and DNS.
 
     IPv6 addresses count only if there are no IPv4 addresses: where a name has both, each agent has one of each.
     """
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, keys: KeyNames) -> None:
+        super().__init__(url, keys)
         place = _PLACE.fullmatch(url.removeprefix(KINDS["dns"].prefix))
         if place is None:
             raise malformed(url)

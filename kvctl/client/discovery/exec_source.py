@@ -21,11 +21,6 @@ _MAX_ERROR_BYTES = 1 << 12
 _SHOWN = 200
 
 
-def open_source(url: str, keys: KeyNames) -> AgentSource:
-    """Returns the source; raises CliError if the URL has no command."""
-    return CommandSource(url)
-
-
 class CommandSource(AgentSource):
     """A shell command that prints one endpoint per line and exits with 0.
 
@@ -34,8 +29,8 @@ class CommandSource(AgentSource):
 
     refresh_ns: ClassVar[int] = 10_000_000_000
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, keys: KeyNames) -> None:
+        super().__init__(url, keys)
         self._command = url.removeprefix(EXEC).strip()
         if not self._command or "\0" in self._command:
             raise malformed(url)

@@ -11,16 +11,11 @@ from kvctl.client.faults import FaultCode
 from kvctl.client.keys import KeyNames
 
 
-def open_source(url: str, keys: KeyNames) -> AgentSource:
-    """Returns the source; raises CliError if the URL has no absolute path."""
-    return FileSource(url)
-
-
 class FileSource(AgentSource):
     """A file with one endpoint per line."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, keys: KeyNames) -> None:
+        super().__init__(url, keys)
         path = unquote(url.removeprefix(KINDS["file"].prefix))
         if not path.startswith("/") or "\0" in path:
             raise malformed(url, "an absolute path is needed")

@@ -1,5 +1,6 @@
 """`kubernetes://NAMESPACE/SELECTOR`: the agents in pods with these labels, as the Kubernetes API names them.
 
+Without a selector, all pods of the namespace that have such a container port.
 Optional parts of the query: `port`, name or number of the admin endpoint's container port; `context`, of the kubeconfig
 file; `via=port-forward`, where the pod network cannot be reached from here. Without a kubeconfig file, in a pod, its
 service account is used.
@@ -34,27 +35,17 @@ from kvctl_agent.contract.extras import install
 PORT_NAME = "kvctl-admin"
 """Name of the container port of an admin endpoint; further ranks of a pod have `kvctl-admin-1` and so on."""
 
+POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""In a pod, the file with the namespace of its service account."""
+
 _FORWARD = "port-forward"
-_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _MOST_SELECTOR = 1024
 _MOST_RELAYS = 256  # each has a descriptor, two threads and a connection to the API server
 _AT_A_TIME = 16
 _PAGE_PODS = 500
 _MAX_BYTES = 64 << 20
 _SHOWN = 200
-
-
-def open_source(url: str, keys: KeyNames) -> AgentSource:
-    """Returns the source; raises CliError if the URL is malformed or the Kubernetes client is not installed."""
-    target = _parse(url)
-    try:
-        # Here, since the import takes half a second or more, which is not to count towards the source's time limit.
-        import_module("kubernetes.client")
-        import_module("websocket")
-    except ImportError:
-        text = f"{url}: needs the Kubernetes client: {install('kubernetes')}"
-        raise CliError(text, ExitCode.USAGE) from None
-    return PodSource(url, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ def _parse(url: str) -> _Target:
     place, _, parameters = url.removeprefix(KINDS["kubernetes"].prefix).partition("?")
     namespace, _, path = place.partition("/")
     selector = unquote(path)
-    if not _NAMESPACE.fullmatch(namespace) or not selector or len(selector) > _MOST_SELECTOR or "#" in url:
+    if not NAMESPACE.fullmatch(namespace) or len(selector) > _MOST_SELECTOR or "#" in url:
         raise malformed(url)
     try:
         query = dict(parse_qsl(parameters, strict_parsing=True)) if parameters else {}
@@ -103,10 +94,16 @@ class PodSource(AgentSource):
 
     refresh_ns: ClassVar[int] = 5_000_000_000
 
-    def __init__(self, url: str, target: _Target) -> None:
-        super().__init__(url)
-        self._target = target
-        self.lasting = not target.forward  # the ports of relays are other ones in the next run
+    def __init__(self, url: str, keys: KeyNames) -> None:
+        super().__init__(url, keys)
+        self._target = _parse(url)
+        try:
+            # Here, since the imports take half a second or more, which is not to count towards the limit of `find`.
+            import_module("kubernetes.client")
+            import_module("websocket")
+        except ImportError:
+            raise CliError(f"{url}: needs the Kubernetes client: {install('kubernetes')}", ExitCode.USAGE) from None
+        self.lasting = not self._target.forward  # the ports of relays are other ones in the next run
         self._client: Any = None
         self._relays: dict[_PodPort, Relay] = {}
 
@@ -123,9 +120,10 @@ class PodSource(AgentSource):
                 raise SourceError("the answer is not a list of pods", FaultCode.PROTOCOL) from None
             if len(ports) > MAX_AGENTS:
                 raise SourceError(f"more than {MAX_AGENTS} agents", FaultCode.PROTOCOL)
-        if not number:
+        if not number or not (ports or faults or self._target.selector):
             look = f"kubectl get pods -n {self._target.namespace} --show-labels"
-            raise SourceError(f"no pod has these labels; {look} lists those that there are")
+            what = "these labels" if self._target.selector else f"a container port named {self._target.port}"
+            raise SourceError(f"no pod has {what}; {look} lists those that there are")
         if not self._target.forward:
             try:
                 remotes = [str(tcp_address(each.ip, each.port)) for each in ports]
@@ -155,7 +153,7 @@ class PodSource(AgentSource):
             try:
                 answer = core.list_namespaced_pod(
                     target.namespace,
-                    label_selector=target.selector,
+                    label_selector=target.selector or None,
                     limit=_PAGE_PODS,
                     **({"_continue": token} if token else {}),
                     _request_timeout=left_s,
@@ -240,6 +238,42 @@ class PodSource(AgentSource):
         ]
 
 
+def current_namespace(context: str) -> str:
+    """Returns the namespace of a context of the kubeconfig files, or of this pod; `default` where there is none."""
+    try:
+        return POD_NAMESPACE.read_text().strip() if _uses_service_account(context) else _context(context)[1]
+    except (OSError, ValueError, AttributeError, TypeError):  # a source says what is wrong with the file
+        return "default"
+
+
+def _context(name: str) -> tuple[str, str]:
+    """Returns name and namespace of a context: of `name`, else of the current one.
+
+    As kubectl does, and unlike the package, it takes the current context of the first file that names one.
+    """
+    import yaml
+
+    paths = [Path(path).expanduser() for path in _kubeconfig().split(os.pathsep) if path]
+    try:
+        files = [yaml.safe_load(path.read_text()) or {} for path in paths if path.exists()]
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    name = name or next((file["current-context"] for file in files if file.get("current-context")), "")
+    contexts = (each for file in files for each in file.get("contexts") or () if each.get("name") == name)
+    return name, next((each.get("context", {}).get("namespace") for each in contexts), "") or "default"
+
+
+def _kubeconfig() -> str:
+    """Returns the paths of the kubeconfig files; the package reads KUBECONFIG only when it is imported."""
+    return os.environ.get("KUBECONFIG", "") or str(Path("~/.kube/config").expanduser())
+
+
+def _uses_service_account(context: str) -> bool:
+    """Returns whether this is a pod without a kubeconfig file, and no context is chosen."""
+    files = (Path(file).expanduser() for file in _kubeconfig().split(os.pathsep) if file)
+    return not context and "KUBERNETES_SERVICE_HOST" in os.environ and not any(file.exists() for file in files)
+
+
 def _api_client(context: str) -> Any:
     """Returns an ApiClient for a context of the kubeconfig file, or for the service account of this pod.
 
@@ -251,15 +285,12 @@ def _api_client(context: str) -> Any:
 
     configuration = kubernetes.client.Configuration()
     config: Any = kubernetes.config
-    files = os.environ.get("KUBECONFIG", "") or str(Path("~/.kube/config").expanduser())
-    in_file = context or any(Path(file).exists() for file in files.split(os.pathsep) if file)
     try:
-        if in_file or "KUBERNETES_SERVICE_HOST" not in os.environ:
-            # The package reads KUBECONFIG only when it is imported.
-            config.load_kube_config(files, context or None, configuration)
-        else:
+        if _uses_service_account(context):
             config.load_incluster_config(client_configuration=configuration)
-    except (config.ConfigException, OSError, yaml.YAMLError) as error:
+        else:
+            config.load_kube_config(_kubeconfig(), _context(context)[0] or None, configuration)
+    except (config.ConfigException, OSError, yaml.YAMLError, ValueError, AttributeError, TypeError) as error:
         text = f"no usable kubeconfig: {error!s:.{_SHOWN}}; kubectl config get-contexts lists the contexts"
         raise SourceError(text) from None
     configuration.retries = False  # the deadline is ours
@@ -287,6 +318,8 @@ def _ports(pod: Mapping[str, Any], target: _Target, faults: list[Fault]) -> list
             faults.append(Fault(name, FaultCode.UNREACHABLE, f"{text}; {describe}"))
         return []
 
+    if not found and not target.selector:  # the pod of something else
+        return []
     if not found:
         return problem(f"the pod has no container port named {target.port}")
     if status.get("phase") != "Running" or not status.get("podIP"):

@@ -19,7 +19,7 @@ from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
 from kvctl_agent.contract.addresses import AddressError, host_of, ip_address, parse_endpoint, tcp_address
 from kvctl_agent.contract.admin import SOCKET_SUFFIX
-from kvctl_agent.contract.sockets import UntrustedPathError
+from kvctl_agent.host.sockets import UntrustedPathError
 
 _AGENTS, _HELLO = Call("agents"), Call("hello")
 # Ranks ask at least once a second; a decode rank that has been silent for longer than this has ended or left. Prefill
@@ -36,11 +36,6 @@ _TEXTS: dict[str, str] = {
 }
 
 
-def open_source(url: str, keys: KeyNames) -> AgentSource:
-    """Returns the source; raises CliError if the URL has neither host and port nor the path of a Unix socket."""
-    return RegistrySource(url, keys)
-
-
 class RegistrySource(AgentSource):
     """Bootstrap registry of a prefill instance, on TCP or, as `registry:///path`, on a Unix socket.
 
@@ -48,15 +43,14 @@ class RegistrySource(AgentSource):
     """
 
     def __init__(self, url: str, keys: KeyNames) -> None:
-        super().__init__(url)
+        super().__init__(url, keys)
         place = url.removeprefix(KINDS["registry"].prefix)
         try:
             self._endpoint = endpoint_of(place if place.startswith("/") else f"tcp://{place}")
         except CliError:
             raise malformed(url) from None
         self._host = host_of(self._endpoint.remote)
-        self._keys = keys if keys.server is not None else None
-        self._agent_keys = keys
+        self._registry_keys = keys if keys.server is not None else None
         self._due_ns: dict[str, int] = {}  # when to ask silent ranks again, by address
 
     def find(self, deadline_ns: int) -> Found:
@@ -65,7 +59,7 @@ class RegistrySource(AgentSource):
                 probe(self._endpoint.path)
             except UntrustedPathError as error:
                 raise SourceError(str(error), FaultCode.NOT_PERMITTED) from None
-        with Fanout(self._keys) as fanout:
+        with Fanout(self._registry_keys) as fanout:
             (reply,) = fanout.ask([(self._endpoint, _AGENTS)], max(1, deadline_ns - time.monotonic_ns()))
         if reply.fault is not None:
             raise SourceError(self._text(reply.fault), reply.fault.code)
@@ -102,7 +96,7 @@ class RegistrySource(AgentSource):
         asked = asked[-_MOST_ASKED:]
         found = []
         # Without keys for TCP nobody there can be asked.
-        with contextlib.suppress(CliError), Fanout(self._agent_keys) as fanout:
+        with contextlib.suppress(CliError), Fanout(self._keys) as fanout:
             timeout_ns = max(1, min(_HELLO_NS, deadline_ns - now))
             for reply in fanout.ask([(each, _HELLO) for each in asked], timeout_ns):
                 # Another agent may have the port by now.
@@ -115,7 +109,7 @@ class RegistrySource(AgentSource):
         """Returns the text of an error of the connection, in which a registry takes the place of an agent."""
         if not fault.message.startswith("closed the connection"):
             return _TEXTS.get(fault.code, fault.message)
-        if self._keys is None:
+        if self._registry_keys is None:
             return "closed the connection: it requires a key (give --server-key), or it has just ended"
         return f"{fault.message}; omit --server-key for a registry without keys"
 

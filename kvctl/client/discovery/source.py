@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvctl.client.discovery import open_source
-from kvctl.client.discovery.memory import Memory
 from kvctl.client.endpoints import Endpoint, Gone
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
@@ -60,8 +59,10 @@ class AgentSource(ABC):
     refresh_ns: ClassVar[int] = 1_000_000_000
     lasting = True
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, keys: KeyNames) -> None:
+        """Raises CliError if the URL is malformed, or a package that it needs is not installed."""
         self.url = url
+        self._keys = keys
 
     @abstractmethod
     def find(self, deadline_ns: int) -> Found:
@@ -131,6 +132,8 @@ class _Query:
     """The thread that asks one source, and its latest answer; threads never overlap."""
 
     def __init__(self, source: AgentSource) -> None:
+        from kvctl.client.discovery.memory import Memory  # local agents do not need it
+
         self.source = source
         self.found: Found | None = None
         self._error: Exception | None = None

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"_[A-Za-z0-9-]{1,62}\._tcp\.[A-Za-z0-9_.-]{1,255}", re.ASCII)
 
 
-def open_source(url: str, keys: KeyNames) -> AgentSource:
-    """Returns the source; raises CliError if the URL has no service name, or dnspython is not installed."""
-    return SrvSource(url)
-
-
 class SrvSource(AgentSource):
     """The targets of a DNS service record; the system's resolver has no call for such records, dnspython has.
 
@@ -34,8 +29,8 @@ class SrvSource(AgentSource):
     contains need no further query.
     """
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, keys: KeyNames) -> None:
+        super().__init__(url, keys)
         self._name = url.removeprefix(KINDS["srv"].prefix)
         if not _NAME.fullmatch(self._name):
             raise malformed(url)

@@ -2,6 +2,7 @@
 
 Each health code is a function of a snapshot, declared with `health_code` in one of these modules:
 
+- `processes`: workers that have ended, are stopped or hang
 - `ready`: agents that cannot serve
 - `peers`: pairs of agents
 - `staging`: rings, grants, quarantined memory
@@ -16,7 +17,7 @@ Functions that several of these modules use are in `facts`; `advice` has the rem
 
 from __future__ import annotations
 
-from kvctl.health.codes import network, nics, peers, ready, rooms, staging, stuck_rooms, transport
+from kvctl.health.codes import network, nics, peers, processes, ready, rooms, staging, stuck_rooms, transport
 from kvctl.health.finding import Code
 
 CODES: tuple[Code, ...] = (
@@ -25,6 +26,10 @@ CODES: tuple[Code, ...] = (
     rooms.ready_violation,
     transport.device_error,
     transport.register_failed,
+    processes.process_ended,
+    processes.process_stopped,
+    processes.loop_starved,
+    processes.engine_silent,
     ready.port_clash,
     peers.compat_mismatch,
     peers.plan_mismatch,

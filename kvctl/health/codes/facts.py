@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvctl.client.faults import SILENT, Fault
+from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.health.answers import Row, amount, inner, number, text, texts
 from kvctl.health.finding import Code, Finding, Severity, named_in
 from kvctl.health.snapshot import Agent, Snapshot
@@ -269,13 +269,13 @@ def restarted(snapshot: Snapshot, row: Row) -> bool:
 def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
     """Returns the reports about silent agents, by the name of the silent agent; none about those started again."""
     found: dict[str, list[Silence]] = {}
-    ended = {endpoint.name for endpoint in snapshot.survey.discovery.stale}
+    gone = snapshot.once(ended)
     for agent in snapshot.agents.values():
         min_ns = max(agent.period_ns("suspect_s"), _MIN_SILENCE_NS)
         for row in agent.peers:
             state, heard, error = text(row, "state"), number(row, "last_heard_ns"), text(row, "last_error")
             # SGLang's managers notice only after some health requests that a server has ended.
-            has_ended = agent.observes and text(row, "peer") in ended
+            has_ended = agent.observes and text(row, "peer") in gone
             if has_ended:
                 state, error = "lost", "its process has ended"
             lost = state == "lost"
@@ -298,24 +298,33 @@ def silences(snapshot: Snapshot) -> Mapping[str, list[Silence]]:
 
 
 def unresponsive(snapshot: Snapshot) -> Mapping[str, Fault]:
-    """Returns the faults of agents that were found and do not answer kvctl, by name."""
-    return {fault.agent: fault for fault in snapshot.faults if fault.code in SILENT}
+    """Returns the faults of agents that were found and do not answer kvctl, or do not work, by name."""
+    found = {fault.agent: fault for fault in snapshot.faults if fault.code in SILENT}
+    for name, agent in snapshot.halted.items():
+        if (halt := agent.halt) is not None:
+            found[name] = Fault(name, FaultCode.STOPPED, f"it {halt.text}; {halt.remedy}")
+    return found
+
+
+def ended(snapshot: Snapshot) -> frozenset[str]:
+    """Returns the names of agents whose process has ended: those that left a socket, and those that left data."""
+    stale = {endpoint.name for endpoint in snapshot.survey.discovery.stale}
+    return frozenset(stale | {name for name, agent in snapshot.halted.items() if agent.answer.ended_ns is not None})
 
 
 def how_to_resume(snapshot: Snapshot, name: str) -> str:
     """Returns the command for an agent that its peers do not hear: `kvctl stacks` only if it answers kvctl."""
-    fault = unresponsive(snapshot).get(name)
-    if fault is not None and (remedy := fault.message.partition("; ")[2]):
-        return remedy
+    fault = snapshot.once(unresponsive).get(name)
+    if fault is not None and fault.remedy:
+        return fault.remedy
     if name in snapshot.agents:
         return f"`kvctl stacks -e {name}` shows what its threads do"
     return f"`kvctl agents` shows whether {name} runs"
 
 
 def absent(snapshot: Snapshot) -> frozenset[str]:
-    """Returns agents whose absence explains why others wait: silent to a peer, unresponsive to kvctl, or terminated."""
-    gone = {endpoint.name for endpoint in snapshot.survey.discovery.stale}
-    return frozenset(snapshot.once(silences)) | unresponsive(snapshot).keys() | gone
+    """Returns agents whose absence explains why others wait: silent to a peer, unresponsive to kvctl, or ended."""
+    return frozenset(snapshot.once(silences)) | snapshot.once(unresponsive).keys() | snapshot.once(ended)
 
 
 # ---- drains, and rooms that no decode rank opened --------------------------------------------------------------
@@ -436,13 +445,18 @@ def median(values: Iterable[float]) -> float:
 def _wire(snapshot: Snapshot, name: str) -> Wire | None:
     """Returns a writer's wire time since the previous snapshot; since the agent's start if too few parts were sent.
 
-    None if too few parts were sent since the start.
+    A few parts that were faster than those since the start count instead of these. None if too few parts were sent
+    since the start.
     """
-    wire = snapshot.histogram_since_before(name, "kvctl_stage_seconds", stage="wire")
+    wire = recent = snapshot.histogram_since_before(name, "kvctl_stage_seconds", stage="wire")
     nbytes = snapshot.since_before(name, "kvctl_part_bytes_total")
-    if wire is None or nbytes is None or wire.observations < _MIN_PARTS:
-        agent = snapshot.agents[name]
+    if recent is None or nbytes is None or recent.observations < _MIN_PARTS:
+        agent, recent_bytes = snapshot.agents[name], nbytes
         wire, nbytes = agent.histogram("kvctl_stage_seconds", stage="wire"), agent.total("kvctl_part_bytes_total")
-    if not nbytes or wire.observations < _MIN_PARTS:
+        if wire.observations < _MIN_PARTS:
+            return None
+        if recent is not None and recent_bytes and recent.observations and recent.mean_s < wire.mean_s:
+            wire, nbytes = recent, recent_bytes  # what it was stopped for once does not make it slow
+    if wire is None or not nbytes:
         return None
     return Wire(wire.mean_s, wire.seconds * 1e9 / nbytes, int(wire.observations))

@@ -295,11 +295,11 @@ def _explanation(snapshot: Snapshot, name: str, peers: str, closed: bool, error:
         return f"{silent}, but it answers kvctl: the network between them is interrupted", (
             f"`kvctl peers -e {name}` shows which agents it hears; then check the network between their hosts"
         )
-    fault = unresponsive(snapshot).get(name)
+    fault = snapshot.once(unresponsive).get(name)
     if fault is not None:
-        reason, _, remedy = fault.message.partition("; ")
         silent += ": " if fault.code == FaultCode.STOPPED else ", and kvctl cannot ask it: "
-        return silent + reason, remedy or f"`kvctl agents -e {shlex.quote(name)}` shows whether it answers again"
+        asks = f"`kvctl agents -e {shlex.quote(name)}` shows whether it answers again"
+        return silent + fault.problem, fault.remedy or asks
     return f"{silent}, and no agent of that name answers kvctl here", (
         f"`kvctl agents` shows whether {name} runs; start it again, and the others reconnect by themselves, or "
         f"`kvctl peers forget {shlex.quote(name)}` if it has another name now"

@@ -127,7 +127,8 @@ def ready_violation(snapshot: Snapshot) -> Iterator[Finding]:
     means="Requests arrive and no KV is transferred: the router sends requests to one side only, or the decode engine "
     "computes the prompts itself, so that rooms succeed without a byte.",
     remedy="Check the router: which workers it knows, and whether it gives both sides the same room.",
-    alert="sum(rate(kvctl_rooms_finished_total[10m])) > 0 and sum(rate(kvctl_part_bytes_total[10m])) == 0",
+    alert="sum by (namespace) (rate(kvctl_rooms_finished_total[10m])) > 0 and "
+    "sum by (namespace) (rate(kvctl_part_bytes_total[10m])) == 0",
 )
 def idle(snapshot: Snapshot) -> Iterator[Finding]:
     decode = list(snapshot.of_role("decode"))

@@ -63,7 +63,7 @@ _WIRE = 'rate(kvctl_stage_seconds_sum{stage="wire"}[5m]) / rate(kvctl_stage_seco
     remedy="Measure the lane with kvctl peers probe; compare UCX_TLS, UCX_NET_DEVICES, namespaces and devices of the "
     "two hosts with a pair that is fast (kvctl doctor). Between GPUs: UCX_TLS with cuda_ipc, both GPUs visible to both "
     "processes (CUDA_VISIBLE_DEVICES), containers with --ipc=host --pid=host; nvidia-peermem for RDMA.",
-    alert=f"max({_WIRE}) > 5 * min({_WIRE}) and max({_WIRE}) > 0.1",
+    alert=f"max by (namespace) ({_WIRE}) > 5 * min by (namespace) ({_WIRE}) and max by (namespace) ({_WIRE}) > 0.1",
 )
 def lane_slow(snapshot: Snapshot) -> Iterator[Finding]:
     for name, slow in snapshot.once(slow_writers).items():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.view import Fact, HostView
-from kvctl_agent.contract.nics import HostNics
-from kvctl_agent.contract.processors import engine_threads
-from kvctl_agent.contract.snapshots import Nic
+from kvctl_agent.host.nics import HostNics
+from kvctl_agent.host.processors import engine_threads
+
+if TYPE_CHECKING:
+    from kvctl_agent.contract.snapshots import Nic
 
 Environments = Mapping[str, Mapping[str, str]]
 """Environment variables of agents, by the agent's name."""
@@ -156,7 +158,7 @@ def thread_facts(cores: int, writers: Iterable[NixlWriter]) -> Iterator[Fact]:
     without = [
         (each, automatic)
         for each in writers
-        if not each.threads and (automatic := engine_threads(cores, each.ranks, each.native))
+        if not each.threads and each.native and (automatic := engine_threads(cores, each.ranks))
     ]
     if total > _MOST_THREADS_A_CORE * cores:
         yield Fact(

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint
-from kvctl.client.fanout import Reply
-from kvctl.client.faults import Fault, FaultCode, silence, silent_hosts, stopped
+from kvctl.client.endpoints import Endpoint, agent_pid
+from kvctl.client.faults import Fault, FaultCode, silence, silent_hosts
 from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
 from kvctl.health.finding import Finding, Severity, listed
@@ -23,23 +19,18 @@ from kvctl.health.host import vllm as vllm_servers
 from kvctl.health.host.engines import NixlWriter
 from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.render.units import duration
 from kvctl_agent.contract import VERSION, vllm
 
 _FIXED_PORTS = ("KVCTL_ADMIN_ENDPOINT", "KVCTL_METRICS_ENDPOINT")
 _PERMISSION = "run kvctl as the user who runs the agents, or with a key that they know (kvctl key new)"
-_HELLO = Call("hello")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_BUSY, _IDLE = 0.5, 0.05  # cores
-Ask = Callable[[Sequence[tuple[Endpoint, Call]]], list[Reply]]
 
 
 def local_agents(snapshot: Snapshot) -> tuple[LocalAgent, ...]:
     """Returns the agents on this host: those that answered over a Unix socket."""
     return tuple(
-        LocalAgent(agent.name, listener_pid(path), int(number(agent.status, "pid") or 0))
-        for agent in snapshot.agents.values()
-        if (path := agent.answer.endpoint.path) is not None
+        LocalAgent(agent.name, agent_pid(path), int(number(agent.status, "pid") or 0), listener_pid(path))
+        for agent in snapshot.answered.values()
+        if agent.answer.ended_ns is None and (path := agent.answer.endpoint.path) is not None
     )
 
 
@@ -199,75 +190,25 @@ def _fixed_ports(host: HostView) -> Iterator[tuple[str, int]]:
             yield name, int(port)
 
 
-class _SecondLook(NamedTuple):
-    """What became of an agent that did not answer in time when it was asked again.
-
-    Attributes:
-        answered_ns: time until it answered; None if it did not.
-        pid, state: its process afterwards, with the letter in /proc/PID/stat (R, S, D, T, …); None and "" if unknown.
-        cores: CPU time that all its threads used meanwhile, divided by that time.
-        waited: time that they waited for a core meanwhile, likewise; such a process is busy, however few cores it used.
-    """
-
-    answered_ns: int | None
-    pid: int | None
-    state: str
-    cores: float
-    waited: float
-
-
-def explain_faults(survey: Survey, host: HostView | None, ask: Ask | None) -> list[Finding]:
+def explain_faults(survey: Survey, host: HostView | None) -> list[Finding]:
     """Returns a finding for each fault of a survey: an agent that did not answer, with the state of its process.
 
-    Of several hosts, one of which no agent answers is one finding. Agents that did not answer in time are asked again,
-    since one that is only slow answers then; the CPU time of the others' processes tells busy ones from waiting ones.
-
-    The code of a finding is the code of the fault.
+    Of several hosts, one of which no agent answers is one finding. The code of a finding is the code of the fault.
 
     Args:
         survey: the survey whose faults are explained.
         host: host of the agents' processes; None if the survey comes from a file.
-        ask: sends requests to agents; None if the survey comes from a file.
     """
-    looks = _second_looks(survey, host, ask) if host is not None and ask is not None else {}
-    slow = {name for name, look in looks.items() if look.answered_ns is not None}
-    whole = silent_hosts([fault for fault in survey.faults if fault.agent not in slow], survey.hosts)
-    found = [_silent_host(name, faults) for name, faults in whole.items()]
-    return found + [
-        _explain(fault, looks.get(fault.agent)) for fault in survey.faults if survey.host_of(fault.agent) not in whole
-    ]
-
-
-def _second_looks(survey: Survey, host: HostView, ask: Ask) -> dict[str, _SecondLook]:
-    """Asks the agents that did not answer in time again; returns what was seen, by the names in the faults."""
+    whole = silent_hosts(survey.faults, survey.hosts)
     endpoints = {endpoint.name: endpoint for endpoint in survey.discovery.live}
     endpoints |= {fault.agent: endpoint for endpoint, fault in survey.unusable.items()}
     endpoints |= {agent.name: agent.endpoint for agent in survey.agents}
-    late = {fault.agent for fault in survey.faults if fault.code == FaultCode.TIMEOUT}
-    asked = {name: endpoint for name, endpoint in endpoints.items() if name in late}
-    pids = {name: listener_pid(each.path) for name, each in asked.items() if each.path is not None}
-    before = {name: _process(host, pids.get(name)) for name in asked}
-    began = time.monotonic()
-    replies = ask([(endpoint, _HELLO) for endpoint in asked.values()]) if asked else []
-    took_s = max(time.monotonic() - began, 1 / _TICKS_PER_S)
-    found = {}
-    for name, reply in zip(asked, replies, strict=True):
-        then, now = before[name], _process(host, pids.get(name))
-        pid = pids.get(name) if then[0] and now[0] else None
-        cores, waited = (now[1] - then[1]) / took_s, (now[2] - then[2]) / took_s
-        found[name] = _SecondLook(reply.rtt_ns if reply.fault is None else None, pid, now[0], cores, waited)
-    return found
-
-
-def _process(host: HostView, pid: int | None) -> tuple[str, float, float]:
-    """Returns the state of a process, and for how long (s) its threads ran and waited for a core; "" if not visible."""
-    words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
-    ran = sum(int(each) for each in words[11:13] if each.isdecimal())  # utime, stime
-    tasks = (
-        (host.text(f"/proc/{pid}/task/{task}/schedstat") or "").split() for task in host.names(f"/proc/{pid}/task")
-    )
-    waited_ns = sum(int(each[1]) for each in tasks if len(each) == 3 and each[1].isdecimal())
-    return (words[0] if words else ""), ran / _TICKS_PER_S, waited_ns / 1e9
+    found = [_silent_host(name, faults) for name, faults in whole.items()]
+    return found + [
+        _explain(fault, endpoints.get(fault.agent), host)
+        for fault in survey.faults
+        if survey.host_of(fault.agent) not in whole
+    ]
 
 
 def _silent_host(host: str, faults: Sequence[Fault]) -> Finding:
@@ -284,44 +225,38 @@ def _silent_host(host: str, faults: Sequence[Fault]) -> Finding:
     )
 
 
-def _explain(fault: Fault, look: _SecondLook | None) -> Finding:
-    if look is not None and look.pid is not None and look.state in {"T", "t"}:
-        fault, look = stopped(fault.agent, look.pid), None
-    text, _, remedy = fault.message.partition("; ")
-    severity = Severity.CRITICAL
+def _explain(fault: Fault, endpoint: Endpoint | None, host: HostView | None) -> Finding:
+    text, remedy = fault.problem, fault.remedy
     if fault.code == FaultCode.STOPPED:
         text = f"does not answer: {text}"
     elif fault.code != FaultCode.TIMEOUT:
         text, remedy = fault.message, _PERMISSION if fault.code == FaultCode.NOT_PERMITTED else ""
-    elif look is not None:
-        observed, _, means = text.partition(": ")
-        if look.answered_ns is not None:
-            severity = Severity.WARNING
-            means = f"asked again, it answered after {duration(look.answered_ns)}: it is slow, and does not hang"
-            remedy = f"`kvctl stacks -e {fault.agent}` shows what its threads do; a longer --timeout waits for it"
-        elif look.pid is not None:
-            does, remedy = _silent_process(look.pid, look)
-            means = f"nor when it was asked again: its process {look.pid} {does}"
-        else:
-            means = f"nor when it was asked again: {means}"
-        text = f"{observed}{', ' if look.answered_ns is None else '; '}{means}"
+    elif host is not None and (silent := _silent_process(endpoint, host)) is not None:
+        text, remedy = f"{text.partition(': ')[0]}: {silent[0]}", silent[1]
     agents = (fault.agent,) if fault.agent else ()
     remedy = remedy or "`kvctl agents` shows which agents answer"
-    return Finding(fault.code, severity, fault.agent or "agents", agents, text, remedy)
+    return Finding(fault.code, Severity.CRITICAL, fault.agent or "agents", agents, text, remedy)
 
 
-def _silent_process(pid: int, look: _SecondLook) -> tuple[str, str]:
-    """Returns what the process of an agent does that does not answer, as a predicate; and the remedy."""
-    threads = f"`py-spy dump --pid {pid}` shows what its threads do"
-    if look.state == "D":
-        return "waits in the kernel and cannot be interrupted (a driver, a disk)", (
-            f"`cat /proc/{pid}/stack` shows where, and dmesg what has happened"
-        )
-    if look.cores + look.waited < _IDLE:
-        return "used no CPU time meanwhile, so it waits for something: a lock, or a call that does not return", threads
-    does = f"used {look.cores:.2g} cores meanwhile"
-    if look.waited >= _IDLE:
-        does += f", and its threads waited for {look.waited:.2g} more"
-    if look.cores + look.waited >= _BUSY:
-        does += ", so it is busy, or one of its threads loops"
-    return does, f"{threads}; `kvctl agents --timeout 10s` shows whether it is only slow"
+def _silent_process(endpoint: Endpoint | None, host: HostView) -> tuple[str, str] | None:
+    """Returns what the process does that listens on an agent's socket and does not answer, and the remedy.
+
+    It is the observer of the agents, or the agent itself where no observer could be started. None if it is not visible.
+    """
+    if endpoint is None or endpoint.path is None:
+        return None
+    pid = listener_pid(endpoint.path)
+    words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    if pid is None or not words:
+        return None
+    process = "its process" if pid == agent_pid(endpoint.path) else "the observer of this host's agents, process"
+    match words[0]:
+        case "T" | "t":
+            return f"{process} {pid} is stopped", f"`kill -CONT {pid}` lets it go on"
+        case "D":
+            return f"{process} {pid} waits in the kernel and cannot be interrupted (a driver, a disk)", (
+                f"`cat /proc/{pid}/stack` shows where, and dmesg what has happened"
+            )
+    return f"{process} {pid} is busy or hung", (
+        f"`py-spy dump --pid {pid}` shows what its threads do; `kvctl agents --timeout 10s` whether it is only slow"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
+from typing import NamedTuple
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.view import Fact, HostView
@@ -15,8 +16,14 @@ from kvctl_agent.contract.settings import Settings
 _PACKAGE = re.compile(r"(.+?)-(\d[^-]*)\.(?:dist|egg)-info")
 _LISTENING = "0A"
 
-Problem = tuple[str, str, str, str]
-"""What was found, what it means, the remedy, and a health code or ""."""
+
+class Problem(NamedTuple):
+    """Problem of a server; the attributes are those of `Fact`."""
+
+    found: str
+    means: str
+    remedy: str
+    code: str = ""
 
 
 def environment_of(host: HostView, argv: Sequence[str]) -> dict[str, str]:
@@ -72,19 +79,18 @@ def setting_problems(settings: Settings | str, listens: str) -> Iterator[Problem
     """
     if isinstance(settings, str):
         lookup = "`kvctl config show` lists the settings and their variables KVCTL_…"
-        yield settings, "the agent refuses it, and the server does not start", lookup, ""
+        yield Problem(settings, "the agent refuses it, and the server does not start", lookup)
     elif (
         listens
         and not Address("tcp", listens.strip("[]")).is_loopback
         and not settings["insecure"]
         and not settings["fleet_key"]
     ):
-        yield (
+        yield Problem(
             f"listens on {listens} without a key",
             "other hosts reach that address, so the agent refuses it, and the server does not start",
             "`kvctl key new` creates one: set KVCTL_FLEET_KEY to its file on all servers; or KVCTL_INSECURE=1 in a "
             "network that you trust",
-            "",
         )
 
 
@@ -94,17 +100,17 @@ def package_problems(
     """Yields which packages of kvctl's `extra` a server's agents lack; `missing`: consequence without kvctl."""
     remedy = f"{install(extra)}, with the pip of the server's environment"
     if "kvctl" not in packages:
-        yield "kvctl is not installed there", missing, remedy, ""
+        yield Problem("kvctl is not installed there", missing, remedy)
     transport = settings["transport"] if isinstance(settings, Settings) else ""
     if transport == "nixl" and not any(name.split("-")[0] == "nixl" for name in packages):
-        yield "NIXL is not installed there", "the agent has no engine that moves the bytes", remedy, ""
+        yield Problem("NIXL is not installed there", "the agent has no engine that moves the bytes", remedy)
 
 
 def port_problems(host: HostView, option: str, ports: Collection[int]) -> Iterator[Problem]:
     """Yields those of the ports on which a process of this host listens."""
     listening = {port for port, state, _ in host.tcp_sockets() if state == _LISTENING}
     if taken := sorted(listening.intersection(ports)):
-        yield (
+        yield Problem(
             f"{option} {', '.join(map(str, taken))} is in use",
             "the server does not start",
             f"`ss -ltnp sport = :{taken[0]}` shows by whom; choose another {option}",

@@ -61,28 +61,26 @@ def _option_problems(options: Mapping[str, str], environ: Mapping[str, str]) -> 
     chosen, backend = mode(environ), options[_TRANSFER]
     if options.get(_ROLE) not in ("prefill", "decode"):
         remedy = f"add {_ROLE} prefill, or decode, and {_TRANSFER} {BACKEND}"
-        yield f"no {_ROLE}", "this server neither sends nor receives KV", remedy, ""
+        yield Problem(f"no {_ROLE}", "this server neither sends nor receives KV", remedy)
     elif chosen in (None, "observe", "off") and backend == BACKEND:
-        yield f"{VARIABLE}={environ[VARIABLE]}", _INVALID, f"unset it, or set one of {', '.join(MODES)}", ""
+        yield Problem(f"{VARIABLE}={environ[VARIABLE]}", _INVALID, f"unset it, or set one of {', '.join(MODES)}")
     elif (chosen, backend) not in (
         ("backend", BACKEND),
         ("replace", BACKEND),
         ("replace", "nixl"),
         ("observe", backend),
     ):
-        yield (
+        yield Problem(
             f"{_TRANSFER} {backend}",
             "SGLang's own backend transfers, and the server is not visible to kvctl",
             f"{_TRANSFER} {BACKEND}; or {VARIABLE}=observe in its environment, to watch SGLang's own backend",
-            "",
         )
     plugins = environ.get("SGLANG_PLUGINS", "")
     if plugins and BACKEND not in map(str.strip, plugins.split(",")):
-        yield (
+        yield Problem(
             f"SGLANG_PLUGINS={plugins}",
             "SGLang does not load kvctl's plugin",
             f"add {BACKEND} to it, or unset it",
-            "",
         )
 
 
@@ -95,8 +93,8 @@ def _host_problems(
     for option in ("--port", _BOOTSTRAP) if prefill else ("--port",):
         yield from port_problems(host, option, [int(options[option])] if options[option].isdecimal() else [])
     if (packages := packages_of(host, python, environ)) is None:
-        yield "its Python was not found", "its packages cannot be checked", "name it with its path", ""
+        yield Problem("its Python was not found", "its packages cannot be checked", "name it with its path")
     elif lacking := [*package_problems(packages, settings, "sglang", "SGLang has no plugin of it")]:
         yield from lacking
     elif problem := host.sglang_problem(python, environ):
-        yield problem, "the plugin is not loaded, and the server ends, or transfers without kvctl", REPAIR, ""
+        yield Problem(problem, "the plugin is not loaded, and the server ends, or transfers without kvctl", REPAIR)

@@ -258,7 +258,7 @@ def _port_clashes(host: HostView, ports: Mapping[str, int]) -> Iterator[Fact]:
     if not ports:
         return
     inodes = {port: inode for port, state, inode in host.tcp_sockets() if state == _LISTENING}
-    agents = {agent.pid: agent.name for agent in host.agents}
+    agents = {pid for agent in host.agents for pid in (agent.pid, agent.listener)}
     for setting, port in ports.items():
         holder = _socket_owner(host, inodes[port]) if port in inodes else None
         if port not in inodes or holder in agents:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvctl.health.finding import Severity
-from kvctl_agent.contract.processors import available_cores
+from kvctl_agent.host.processors import available_cores
 
 # For an import of torch and SGLang, on a busy host.
 _IMPORT_S = 120.0
@@ -46,11 +46,13 @@ class LocalAgent:
     Attributes:
         pid: process id in kvctl's PID namespace; None if the agent is in another PID namespace or has ended.
         own_pid: process id in the agent's own PID namespace.
+        listener: process id of what serves its addresses: its observer, or the agent itself; None as for `pid`.
     """
 
     name: str
     pid: int | None
     own_pid: int
+    listener: int | None = None
 
 
 def _packages() -> dict[str, str]:
@@ -62,7 +64,7 @@ def _packages() -> dict[str, str]:
 
 def sglang_problem(python: str, environ: Mapping[str, str]) -> str:
     """Returns why kvctl's plugin does not fit the SGLang that a Python imports, with the first cause; "" if it fits."""
-    command = [python, "-W", "ignore", "-m", "kvctl_agent.integrations.sglang.versions"]
+    command = [python, "-P", "-W", "ignore", "-m", "kvctl_agent.integrations.sglang.versions"]
     try:
         ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -201,39 +201,36 @@ def _examine(server: Server) -> Iterator[Fact]:
 def _option_problems(server: Server) -> Iterator[Problem]:
     config = server.config
     if config is None:
-        yield (
+        yield Problem(
             f"{TRANSFER} is not JSON: {server.options.error}",
             "vLLM does not start with it",
             f"quote it for the shell: {_option({'kv_role': _PREFILL})}, at decode with {_DECODE}",
-            "",
         )
         return
     child = config is not server.options.transfer
     start = f"its entry in connectors: {json.dumps(_valid(config))}" if child else f"start it with {_option(config)}"
     if server.options.ignored:
-        yield f"{TRANSFER} beside {TRANSFER}.…", "vLLM ignores the former", "use one of the two forms", ""
+        yield Problem(f"{TRANSFER} beside {TRANSFER}.…", "vLLM ignores the former", "use one of the two forms")
     name, path, role = (_text(config, key) for key in ("kv_connector", "kv_connector_module_path", "kv_role"))
     if not name:
-        yield "kv_connector is missing", "vLLM starts without a connector and transfers nothing", start, ""
+        yield Problem("kv_connector is missing", "vLLM starts without a connector and transfers nothing", start)
     elif name != CONNECTOR and path:
-        yield f"kv_connector is {name}", f'vLLM ends with "Class {name} not found": it is {CONNECTOR}', start, ""
+        yield Problem(f"kv_connector is {name}", f'vLLM ends with "Class {name} not found": it is {CONNECTOR}', start)
     if name and path != MODULE_PATH:
         means = f'vLLM ends with "Unsupported connector type: {name}"' if not path else "vLLM cannot import it and ends"
-        yield f"kv_connector_module_path is {path or 'missing'}", means, start, ""
+        yield Problem(f"kv_connector_module_path is {path or 'missing'}", means, start)
     if role not in (_PREFILL, _DECODE):
-        yield (
+        yield Problem(
             f"kv_role is {role or 'missing'}",
             "the server does not start: it either sends KV or receives it",
             f"{start}, at decode with {_DECODE}",
-            "",
         )
     if unknown := sorted(config.keys() - _FIELDS):
         old = "; the address is the setting listen, KVCTL_LISTEN" if "kv_ip" in unknown else ""
-        yield (
+        yield Problem(
             f"unknown field{'s' * (len(unknown) > 1)} {listed(unknown)}",
             f'vLLM ends with "Unexpected keyword argument": older releases had some{old}',
             start,
-            "",
         )
     yield from _value_problems(server, config, start)
 
@@ -241,17 +238,16 @@ def _option_problems(server: Server) -> Iterator[Problem]:
 def _value_problems(server: Server, config: Mapping[str, Any], start: str) -> Iterator[Problem]:
     policy = config.get("kv_load_failure_policy", "fail")
     if policy not in _POLICIES:
-        yield (
+        yield Problem(
             f"kv_load_failure_policy is {_shown(policy)}",
             "vLLM knows fail and recompute, and does not start",
             start,
-            "",
         )
     port = config.get("kv_port", KV_PORT)
     if not isinstance(port, int) or not 0 < port <= _LARGEST_PORT or server.ports.stop - 1 > _LARGEST_PORT:
-        yield f"kv_port is {_shown(port)}", "the registries have no valid port", start, ""
+        yield Problem(f"kv_port is {_shown(port)}", "the registries have no valid port", start)
     if not isinstance(config.get("kv_connector_extra_config", {}), dict):
-        yield "kv_connector_extra_config is no object", "vLLM does not start with it", start, ""
+        yield Problem("kv_connector_extra_config is no object", "vLLM does not start with it", start)
     yield from setting_problems(server.settings, server.address if server.role == "prefill" else "")
 
 
@@ -261,11 +257,10 @@ def _package_problems(server: Server) -> Iterator[Problem]:
         return
     version = next((packages[name] for name in DISTRIBUTIONS if name in packages), "")
     if version and not is_supported(version):
-        yield (
+        yield Problem(
             f"vLLM {version}",
             f"kvctl's connector supports vLLM {supported_releases()}, and the server does not start",
             "install one of these, or use one of vLLM's own connectors",
-            "",
         )
     yield from package_problems(packages, server.settings, "vllm", "vLLM ends with \"No module named 'kvctl_agent'\"")
 

@@ -16,8 +16,6 @@ import orjson
 from kvctl.lab.bench.results import SCHEMA
 from kvctl.lab.bench.statistics import MIN_ROUNDS, spread
 
-# Schema of results saved in the weeks before the first release.
-_OLD_SCHEMA = "kvctl.lab.bench/1"
 PASS = "PASS"
 FAIL = "FAIL"
 UNDECIDED = "UNDECIDED"
@@ -51,7 +49,7 @@ def load_baseline(path: Path) -> dict[str, Any]:
         document = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict) or document.get("schema") not in (SCHEMA, _OLD_SCHEMA):
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"{path} is not a result of kvctl bench: its schema is not {SCHEMA!r}; create one with --save")
     if not isinstance(document.get("runs"), list):
         raise ValueError(f"{path} has no list of runs")
@@ -74,11 +72,8 @@ def compare(
     Raises:
         ValueError: The shapes differ, or the results have no measurement in common.
     """
-    # An older saved shape may have fewer fields; it has no KV groups.
     before = baseline.get("shape")
-    if not isinstance(before, dict) or any(
-        shape.get(name, []) != value for name, value in {"groups": [], **before}.items()
-    ):
+    if before != shape:
         raise ValueError(f"the baseline was measured with another shape: {before}, now {dict(shape)}")
     pairs = [(row, next((run for run in baseline["runs"] if _same(run, row)), None)) for row in rows]
     if all(run is None for _, run in pairs):
@@ -150,9 +145,5 @@ def _rates(rounds: object) -> list[float]:
 
 
 def _same(saved: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Returns whether two runs are the same measurement; key fields that the saved run lacks are ignored.
-
-    Runs saved before pages and pools of the two sides could differ are of equal pages and contiguous pools.
-    """
-    saved = {"decode_page_size": saved.get("page_size"), "cp_interleave": None, "kv_layouts": ["nhd", "nhd"], **saved}
-    return all(saved[name] == row.get(name) for name in _KEY if name in saved)
+    """Returns whether two runs are the same measurement."""
+    return all(saved.get(name) == row.get(name) for name in _KEY)

@@ -1,69 +1,30 @@
-"""Tables that the presets print: a line per run, or a line per load that compares the contestants in columns.
-
-A contestant is one of the settings that a preset compares, such as a path or a fleet.
-"""
+"""Tables that the presets print, with a line per run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Collection
+from dataclasses import replace
 
-from kvctl.lab.bench.rows import Delta, delta_of
-from kvctl.lab.bench.views import COLUMNS, DeltaColumn, contestants, nanoseconds
-from kvctl.render.view import Column, Kind, Row, View, Width
-
-Value = Callable[[Row], float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A figure by which contestants are compared: its name, its value in a row, and whether more or less is better."""
-
-    name: str
-    value: Value
-    better: Literal["more", "less"]
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.RATE if self.better == "more" else Kind.DURATION
-
-
-def tokens_per_s(row: Row) -> float | None:
-    """Returns the prompt tokens per second of the median repeat."""
-    return float(row["tokens_per_s"])
-
-
-ttft = nanoseconds("ttft_ms", "mean")
+from kvctl.lab.bench.views import COLUMNS, DeltaColumn, nanoseconds
+from kvctl.render.view import Column, Kind, View, Width
 
 _PRESET_COLUMNS = {
     column.name: column
     for column in (
-        Column("tokens", kind=Kind.COUNT),
-        Column("in_flight", kind=Kind.COUNT),
-        Column("ratio", kind=Kind.NUMBER, header="T:C"),
-        Column("cp_size", kind=Kind.COUNT, header="CP"),
-        Column("compute", nanoseconds("compute_ms", "p50"), Kind.DURATION, header="C"),
-        Column("transfer", nanoseconds("transfer_ms"), Kind.DURATION, header="T"),
-        Column("exposed", nanoseconds("exposed_ms", "p50"), Kind.DURATION),
-        Column("model", nanoseconds("model_exposed_ms"), Kind.DURATION),
-        Column("off_model", "off_model_ratio", Kind.RATIO),
-        Column("off_total", "off_total_ratio", Kind.RATIO, header="OF TOTAL"),
-        Column("ttft_p50", nanoseconds("ttft_ms", "p50"), Kind.DURATION, header="P50"),
-        Column("ttft_p99", nanoseconds("ttft_ms", "p99"), Kind.DURATION, header="P99"),
-        Column("tokens_per_s", kind=Kind.RATE, header="TOK/S"),
-        Column("decisions", "pipeline_decisions", Kind.MAP, Width.WIDE),
-        Column("bytes_per_room", "bytes_per_room", Kind.BYTES, header="BYTES/ROOM"),
+        Column("tokens", Kind.COUNT),
+        Column("in_flight", Kind.COUNT),
+        Column("ratio", Kind.NUMBER, header="T:C"),
+        Column("cp_size", Kind.COUNT, header="CP"),
+        Column("compute", Kind.DURATION, path=nanoseconds("compute_ms", "p50"), header="C"),
+        Column("transfer", Kind.DURATION, path=nanoseconds("transfer_ms"), header="T"),
+        Column("exposed", Kind.DURATION, path=nanoseconds("exposed_ms", "p50")),
+        Column("ttft_p50", Kind.DURATION, path=nanoseconds("ttft_ms", "p50"), header="P50"),
+        Column("ttft_p99", Kind.DURATION, path=nanoseconds("ttft_ms", "p99"), header="P99"),
+        Column("tokens_per_s", Kind.RATE, header="TOK/S"),
+        Column("decisions", Kind.MAP, Width.WIDE, path="pipeline_decisions"),
+        Column("bytes_per_room", Kind.BYTES, path="bytes_per_room", header="BYTES/ROOM"),
     )
-} | {
-    "ttft_delta": DeltaColumn(
-        "delta",
-        "ttft_delta_ratio",
-        Kind.RATIO,
-        header="Δ TTFT",
-        delta=lambda row: Delta(row["ttft_delta_ratio"], row.get("ttft_delta_significant")),
-    )
-}
+} | {"ttft_delta": DeltaColumn("ttft_delta", Kind.RATIO, path="ttft_delta_ratio", header="Δ TTFT")}
 
 
 def _table(name: str, columns: str, normal: Collection[str] = (), wide: Collection[str] = (), **headers: str) -> View:
@@ -83,9 +44,13 @@ def _table(name: str, columns: str, normal: Collection[str] = (), wide: Collecti
 
 
 _TTFT = {"ttft_mean": "TTFT", "ttft_p95": "P95"}
+_STAGING = "concurrency path tokens_per_s delta ttft_mean ttft_delta rooms transport gb_per_s verified"
+STAGING = _table("bench-staging", _STAGING, wide=("transport", "gb_per_s"), delta="Δ TOK/S", ttft_mean="TTFT")
+PROMPTS = replace(STAGING, columns=(replace(STAGING.columns[0], header="PROMPTS"), *STAGING.columns[1:]))
+
 PIPELINE = _table(
     "bench-pipeline-sweep",
-    "tokens concurrency ratio pipeline path transport compute transfer groups exposed model off_model off_total "
+    "tokens concurrency ratio pipeline path transport compute transfer groups exposed "
     "ttft_mean ttft_p95 tokens_per_s ttft_delta decisions verified",
     normal=("verified",),
     wide=("path", "transport", "decisions"),
@@ -130,70 +95,3 @@ CP = _table(
     cp_mode="MODE",
     writes_per_room="WRITES/ROOM",
 )
-
-
-def comparison_view(
-    name: str,
-    by: tuple[str, str],
-    measures: Sequence[Measure],
-    names: Sequence[str],
-    cut_short: Collection[str] = (),
-) -> View:
-    """Returns the view of lines from `side_by_side`: each measure of each contestant, with Δ against the first.
-
-    Args:
-        name: Name of the preset.
-        by: Field of a line that identifies its load, and the field's header.
-        names: The contestants.
-        cut_short: Contestants that did not run all rooms; their number of rooms is always shown.
-    """
-    field, header = by
-    columns = [Column(field, kind=Kind.COUNT, header=header)]
-    for measure in measures:
-        word = measure.name.lower().replace("/", "_per_")
-        for each in names:
-            value = _of(each, measure.value)
-            columns.append(Column(f"{each}_{word}", value, measure.kind, header=f"{each} {measure.name}"))
-            if each != names[0]:
-                columns.append(_delta_column(f"{each}_{word}_delta", names[0], each, measure))
-    columns += [
-        Column(
-            f"{each}_rooms",
-            _of(each, lambda run: int(run["rooms"])),
-            Kind.COUNT,
-            Width.CORE if each in cut_short else Width.WIDE,
-            header=f"{each} rooms",
-        )
-        for each in names
-    ]
-    return View(f"bench-{name}", tuple(columns))
-
-
-def side_by_side(rows: Sequence[Row], by: str) -> list[dict[str, Any]]:
-    """Returns a line per load; its `runs` maps each contestant to its row.
-
-    Args:
-        by: Field of the line that is set to the load's concurrency.
-    """
-    lines: dict[Any, dict[str, Any]] = {}
-    for row, name in zip(rows, contestants(rows), strict=True):
-        load = (row["concurrency"], row["tokens_drawn"])
-        line = lines.setdefault(load, {by: row["concurrency"], "tokens": row["tokens"], "runs": {}})
-        line["runs"][name] = row
-    return list(lines.values())
-
-
-def _of(contestant: str, value: Value) -> Value:
-    def of_line(line: Mapping[str, Any]) -> float | None:
-        run = line["runs"].get(contestant)
-        return None if run is None else value(run)
-
-    return of_line
-
-
-def _delta_column(name: str, first: str, contestant: str, measure: Measure) -> Column:
-    def delta(line: Row) -> Delta:
-        before, after = (line["runs"].get(each) for each in (first, contestant))
-        return Delta(None, None) if before is None or after is None else delta_of(before, after, measure.value)
-
-    return DeltaColumn(name, lambda line: delta(line).ratio, Kind.RATIO, header=f"Δ {measure.name}", delta=delta)

@@ -11,37 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvctl.lab.bench.options import sweep_loads
-from kvctl.lab.bench.preset_views import (
-    CP,
-    MULTI_TURN,
-    PIPELINE,
-    PIPELINE_COMPUTED,
-    STRESS,
-    Measure,
-    tokens_per_s,
-    ttft,
-)
+from kvctl.lab.bench.preset_views import CP, MULTI_TURN, PIPELINE, PIPELINE_COMPUTED, PROMPTS, STAGING, STRESS
 from kvctl.lab.bench.program import Program, Ratios, SideBySide
 from kvctl.lab.ranks.request import Load, Tokens
 from kvctl.render.view import View
 
 Options = Mapping[str, Any]
-
-_TOKENS_PER_S = Measure("tok/s", tokens_per_s, better="more")
-_TTFT = Measure("TTFT", ttft, better="less")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A table with a line per load, and for each measure a column per contestant with Δ against the first.
-
-    Attributes:
-        by: field that identifies a line's load, and its header.
-        measures: figures by which contestants are compared.
-    """
-
-    by: tuple[str, str]
-    measures: tuple[Measure, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +46,7 @@ class Part:
         options["concurrency"], options["tokens"], options["sweep"]
     )
     program: Callable[[Options], Program] = lambda options: SideBySide(
-        options["layer_ms"], options["repeat"], options["observe"], options["busy_engines"]
+        options["layer_ms"], options["repeat"], options["busy_engines"]
     )
     runs: int = 1
     weight: float = 1.0
@@ -95,7 +70,7 @@ class Preset:
     name: str
     title: str
     options: Options
-    table: Comparison | View
+    table: View
     parts: tuple[Part, ...] = (Part(),)
     within: tuple[str, ...] = ()
     rooms: Callable[[int], int] = lambda concurrency: max(16, concurrency)
@@ -104,7 +79,7 @@ class Preset:
 
 
 _RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# Prompt length for the comparison with the model of pipelining, which assumes a single chunk and several layer groups.
+# Prompt length at which ratios are measured, a single chunk.
 _RATIO_TOKENS = 8192
 # Few rooms per case and many repeats, so that compared cases take turns about every second.
 _RATIO_ROOMS = 2
@@ -158,13 +133,13 @@ PRESETS: dict[str, Preset] = {
                 "paths": ("slice", "staged"),
                 "sweep": (("concurrency", [1 << power for power in range(11)]),),
             },
-            Comparison(("concurrency", "CONC"), (_TOKENS_PER_S, _TTFT)),
+            STAGING,
         ),
         Preset(
             "staging-overhead",
             "what staging costs: TP4 to DP4 staged against DP4 to DP4, which needs none",
             {"sweep": (("concurrency", [1, 4, 16, 64]),)},
-            Comparison(("concurrency", "CONC"), (_TOKENS_PER_S, _TTFT)),
+            STAGING,
             parts=(
                 Part(
                     fleets=(
@@ -185,17 +160,17 @@ PRESETS: dict[str, Preset] = {
                     "sweep": (("concurrency", [1 << power for power in range(10)]),),
                     "repeat": 4,
                 },
-                Comparison(("prompts", "PROMPTS"), (_TOKENS_PER_S, _TTFT)),
+                PROMPTS,
                 rooms=lambda concurrency: concurrency,
             )
             for prefill, paths in ((2, ("slice", "staged")), (4, ("bulk", "staged")))
         ),
         Preset(
             "pipeline-sweep",
-            "layer groups: exposed transfer against the model, then TTFT and throughput over prompt lengths",
+            "layer groups: exposed transfer by its ratio to compute, then TTFT and throughput over prompt lengths",
             {
                 # One rank per side: simulated compute takes no processor time, so the transfer alone uses the cores.
-                "layers": 30,  # divisible into groups of one size, as the model of pipelining assumes
+                "layers": 30,  # divisible into groups of one size
                 "paths": ("staged",),
                 "pipelines": ("off", "on", "measured"),
                 "concurrency": 32,
@@ -210,7 +185,7 @@ PRESETS: dict[str, Preset] = {
                     program=lambda options: Ratios(
                         tuple((0, ratio) for ratio in _RATIOS), _RATIO_TURNS * options["repeat"]
                     ),
-                    runs=2 * _RATIO_TURNS * len(_RATIOS),
+                    runs=_RATIO_TURNS * len(_RATIOS),
                     weight=4.0,
                 ),
                 Part(name="over lengths", loads=_length_loads, program=_length_program),

@@ -6,16 +6,15 @@ Both can be read at any time, even after an interrupted bench: they contain ever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from kvctl.lab.bench.machine import ROOFLINES, fingerprint
 from kvctl.lab.bench.program import Case, Program
-from kvctl.lab.bench.room_timing import TimedTrial, observer_costs, time_rooms
+from kvctl.lab.bench.room_timing import TimedTrial, time_rooms
 from kvctl.lab.bench.rows import mismatches, rounds_of, row_of, with_delta
-from kvctl.lab.bench.statistics import median, percentile
-from kvctl.lab.bench.timelines import ReportData, ring_timelines, room_timelines
+from kvctl.lab.bench.statistics import percentile
+from kvctl.lab.bench.timelines import RoomTimeline, room_timelines
 from kvctl.lab.bench.traffic import Source, planned_requests
 from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
 from kvctl.lab.bench.variants import Variant, sizes_text
@@ -65,13 +64,11 @@ class Results:
 
     @property
     def problems(self) -> list[str]:
-        """Lines on failed rooms, resources still held after injected faults, and wrong bytes; a few lines of each."""
+        """Lines on failed rooms and wrong bytes; a few lines of each."""
         every = [trial for trials in self._trials.values() for trial in trials]
         causes = [text for trial in every for text in trial.failures.values()]
         counts = {text: causes.count(text) for text in dict.fromkeys(causes)}
         lines = [f"{count} room{'s' * (count > 1)} failed: {text}" for text, count in counts.items()][:_MAX_PROBLEMS]
-        reports = [report for trial in every for report in trial.trial.reports.values()]
-        lines += [line for report in reports if "faults" in report for line in report["faults"]["left"]][:_MAX_PROBLEMS]
         wrong = [mismatch for trial in every for mismatch in mismatches(trial)]
         return lines + [_mismatch_text(mismatch) for mismatch in wrong[:_MAX_PROBLEMS]]
 
@@ -93,10 +90,10 @@ class Results:
         """Returns the trials of each case, with the cases in the plan's order of loads, paths and pipelines."""
         paths, pipelines = self.plan["paths"], self.plan["pipelines"]
 
-        def order(case: Case) -> tuple[int, int, float, int, int, int, bool]:
+        def order(case: Case) -> tuple[int, int, float, int, int, int]:
             pipeline = pipelines.index(case.pipeline) if case.pipeline in pipelines else -1
             busy = BUSY_ENGINES.index(case.busy_engine)
-            return case.load, case.turn, case.layer_ms, paths.index(case.path), pipeline, busy, case.observed
+            return case.load, case.turn, case.layer_ms, paths.index(case.path), pipeline, busy
 
         return {case: self._trials[case] for case in sorted(self._trials, key=order)}
 
@@ -111,14 +108,7 @@ class Results:
             roofline=roofline,
             verified=self._verify != "off",
         )
-        every = self.trials()
-        rows = []
-        for case, trials in every.items():
-            alone = every.get(replace(case, observed=False), ()) if case.observed else ()
-            costs = observer_costs(alone, trials)
-            observers = {"observer_cost_ratio": median(costs) if costs else None, "observer_cost_ratios": costs}
-            rows.append({**row(trials), "rounds": rounds_of(trials, row), **observers})
-        return rows
+        return [{**row(trials), "rounds": rounds_of(trials, row)} for trials in self.trials().values()]
 
     def lanes(self) -> list[str]:
         """Returns how the transport moves bytes, as the ranks describe it, such as the value of `UCX_TLS`."""
@@ -215,13 +205,10 @@ class Outcome:
             document["traffic"] = {**self._source.facts, "requests": planned_requests(plan)}
         return document
 
-    def report(self, command: str, started_at: str) -> ReportData:
-        """Returns the data of the HTML report; `command` and `started_at` are those of `ReportData`."""
-        data = ReportData(document=self.document(), command=command, started_at=started_at)
+    def waterfalls(self) -> list[RoomTimeline]:
+        """Returns a typical room of each path and pipeline setting of each fleet, for the HTML report."""
         every = [each.results for each in self.measured]
-        data["waterfalls"] = [room for each in every for room in room_timelines(each.trials(), each.names, each.plan)]
-        data["rings"] = [ring for each in every for ring in ring_timelines(each.trials(), each.names, each.ready)]
-        return data
+        return [room for each in every for room in room_timelines(each.trials(), each.names, each.plan)]
 
     def rows_of(self, each: Measured) -> list[dict[str, Any]]:
         """Returns a row per case of a fleet, in the order of `Results.trials`."""
@@ -233,7 +220,6 @@ class Outcome:
             "decode": sizes_text(request.decode),
             "cp_size": max(sizes.cp for sizes in request.prefill),
             "decode_ms": request.decode_ms,
-            "faults": list(request.faults),
         }
         return [
             {**row, **layout, **program.derived(results.plan, case, results.latency_ms, row)}

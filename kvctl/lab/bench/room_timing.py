@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvctl.lab.bench.statistics import union
 from kvctl.lab.bench.trials import Trial
@@ -68,18 +68,16 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class TimedTrial:
-    """A trial with the outcome of its rooms; each room index is in one of the three mappings.
+    """A trial with the outcome of its rooms; each room index is in one of the two mappings.
 
     Attributes:
         timings: times of rooms that succeeded.
-        failures: causes of rooms that failed for other reasons than an injected fault.
-        explained: "aborted" or "fault" for rooms that failed because of an injected fault.
+        failures: causes of rooms that failed.
     """
 
     trial: Trial
     timings: Mapping[int, RoomTiming]
     failures: Mapping[int, str]
-    explained: Mapping[int, str] = field(default_factory=dict)
 
 
 def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) -> TimedTrial:
@@ -92,14 +90,9 @@ def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[i
     prefill = [trial.reports[name] for name, rank in names.items() if rank["role"] == "prefill"]
     decode = [trial.reports[name] for name, rank in names.items() if rank["role"] == "decode"]
     failures: dict[int, str] = {}
-    explained: dict[int, str] = {}
     for report in (*decode, *prefill):
-        known = dict(report["faults"]["explained"]) if "faults" in report else {}
-        explained |= known
         for index, text in report["failures"]:
-            if index not in known:
-                failures.setdefault(index, text)
-    explained = {index: kind for index, kind in explained.items() if index not in failures}
+            failures.setdefault(index, text)
     forwards = _merged(row for report in prefill for row in report["rooms"])
     arrivals = _merged(row for report in decode for row in report["rooms"])
     hidden: dict[int, int] = {}
@@ -109,7 +102,7 @@ def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[i
     for index, alone_ns in (row for report in prefill for row in report.get("compute_alone", ())):
         alone[index] = max(alone.get(index, 0), alone_ns)
     timings: dict[int, RoomTiming] = {}
-    for room in (room for room in trial.rooms if room.index not in failures and room.index not in explained):
+    for room in (room for room in trial.rooms if room.index not in failures):
         index = room.index
         if index in forwards and index in arrivals:
             started, done, _, compute = forwards[index]
@@ -129,7 +122,7 @@ def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[i
             )
         else:
             failures[index] = "no rank reported its end"
-    return TimedTrial(trial, timings, failures, explained)
+    return TimedTrial(trial, timings, failures)
 
 
 def rate(trials: Iterable[TimedTrial]) -> Rate:
@@ -163,18 +156,6 @@ def _rate_of(trials_ns: Iterable[Sequence[int]]) -> float | None:
     spans = [(len(times) - 1, times[-1] - times[0]) for times in trials_ns if len(times) > 1]
     ns = sum(span for _, span in spans)
     return sum(count for count, _ in spans) / ns * 1e9 if ns else None
-
-
-def observer_costs(alone: Sequence[TimedTrial], watched: Sequence[TimedTrial]) -> list[float]:
-    """Returns the share of throughput lost to observers in each pair of trials of the same rooms.
-
-    Args:
-        alone: Trials without observers.
-        watched: Trials observed by `kvctl top` and `kvctl status`.
-    """
-    alone_gb_per_s = {(each.trial.repeat, each.trial.batch): rate([each]).gb_per_s for each in alone}
-    pairs = [(alone_gb_per_s.get((each.trial.repeat, each.trial.batch)), rate([each]).gb_per_s) for each in watched]
-    return [1 - after / before for before, after in pairs if before]
 
 
 def _merged(rows: Iterable[Sequence[int]]) -> dict[int, list[int]]:

@@ -29,7 +29,7 @@ _ROUND_FIELDS = (
     *("latency_ms", "ttft_ms", "tpot_ms"),
 )
 # Rows of one load that differ in these fields are different choices, whatever they sent.
-_CONDITIONS = ("fleet", "transport", "cp_mode", "busy_engine", "observed", "prefill", "decode", "ratio")
+_CONDITIONS = ("fleet", "transport", "cp_mode", "busy_engine", "prefill", "decode", "ratio")
 _CHOICE = ("fleet", "transport", "cp_mode", "path", "pipeline")
 
 
@@ -54,7 +54,6 @@ def row_of(
     planned = plan["loads"][case.load]
     timings = [timing for trial in trials for timing in trial.timings.values()]
     failed = sum(len(trial.failures) for trial in trials)
-    explained = Counter(kind for trial in trials for kind in trial.explained.values())
     reports = _Reports(trials, names)
     parts = reports.by_label("kvctl_parts_total", "decode")
     correct = not failed and not any(mismatches(trial) for trial in trials) if verified else None
@@ -76,7 +75,6 @@ def row_of(
         "pipeline": case.pipeline,
         "cp_mode": plan["cp_mode"],
         "busy_engine": case.busy_engine,
-        "observed": case.observed,
         "concurrency": planned["concurrency"],
         "in_flight": planned["in_flight"],
         "tokens": mean if mean % 1 else int(mean),
@@ -92,14 +90,11 @@ def row_of(
         "asked_rooms_per_s": asked_rooms_per_s(trials),
         "served_rooms_per_s": served_rooms_per_s(trials),
         **_engine_loop(trials, reports),
-        "rooms": len(timings) + failed + explained.total(),
+        "rooms": len(timings) + failed,
         # Number of rooms that the repeats so far would have had if every batch had run completely.
         "planned_rooms": len({each.trial.repeat for each in trials}) * sum(end - at for at, end in planned["batches"]),
         "ok": len(timings),
-        "aborted": explained["aborted"],
-        "failed_by_fault": explained["fault"],
         "failed": failed,
-        "faults_struck": _fault_counts(reports),
         "verified": correct,
         "verified_parts": sum(parts.values()) if correct else None if correct is None else 0,
         **_rates(trials, planned, roofline, sum(rank["role"] == "decode" for rank in names.values())),
@@ -312,14 +307,6 @@ def _latency_over_copy(timings: Sequence[RoomTiming], gb_per_s: float | None) ->
     if not gb_per_s or not timings:
         return None
     return median([each.latency_ns * gb_per_s / max(1, each.nbytes) for each in timings])
-
-
-def _fault_counts(reports: _Reports) -> dict[str, int]:
-    """Counts how often each kind of injected fault fired, over all ranks."""
-    struck: Counter[str] = Counter()
-    for _, report in reports:
-        struck.update(report["faults"]["struck"] if "faults" in report else {})
-    return dict(sorted(struck.items()))
 
 
 def _rss_overhead(reports: _Reports, names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]) -> int | None:

@@ -7,7 +7,6 @@ The fleets take turns trial by trial, so that a drifting machine affects all of 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
@@ -23,14 +22,11 @@ from rich.progress import (
 
 from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.machine import rooflines_of
-from kvctl.lab.bench.observers import Observers
 from kvctl.lab.bench.program import Case, Program
 from kvctl.lab.bench.results import Measured, Results
 from kvctl.lab.bench.trials import Trial, TrialRunner
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.ranks.plan import Plan
-
-_DETAIL_INTERVAL_S = 10.0
 
 
 class Steps:
@@ -38,64 +34,48 @@ class Steps:
 
     Args:
         quiet: Shows no bar.
-        detail: Called with each line; prints it if `-v` is given.
+        detail: Called with the description of each step if there is no bar; prints it if `-v` is given.
     """
 
     def __init__(self, quiet: bool, detail: Callable[[str], None]) -> None:
         self._detail = detail
-        self._bar: Progress | None = None
-        self._total = self._done = 0
-        self._first_at = self._printed_at = time.monotonic()
-        if not quiet and sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-                # A higher rate would take processor time from the ranks.
-                refresh_per_second=2,
-            )
-            self._task = self._bar.add_task("planning", total=None)
+        shown = not quiet and sys.stderr.isatty()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            # A higher rate would take processor time from the ranks.
+            refresh_per_second=2,
+            disable=not shown,
+        )
+        self._task = self._bar.add_task("planning", total=None)
 
     def step(self, text: str) -> None:
         """Shows the description of the next step."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=text)
-        else:
-            self._detail(text)
+        self._bar.update(self._task, description=text)
+        if self._bar.disable:
+            task = self._bar.tasks[0]
+            self._detail(f"{text} ({task.completed:.0f} of {task.total:.0f} trials done)" if task.total else text)
 
     def expect(self, trials: int) -> None:
         """Sets the total number of trials and restarts the count at 0."""
-        self._total = trials
-        self._done = 0
-        if self._bar is not None:
-            self._bar.update(self._task, total=trials, completed=0)
+        self._bar.update(self._task, total=trials, completed=0)
 
     def finished_trial(self) -> None:
         """Counts one trial as done and updates the display."""
-        now = time.monotonic()
-        self._done += 1
-        if self._bar is not None:
-            self._bar.advance(self._task)
-        elif self._done == 1:
-            self._first_at = self._printed_at = now
-        elif now - self._printed_at > _DETAIL_INTERVAL_S:
-            self._printed_at = now
-            left_s = (now - self._first_at) / (self._done - 1) * max(0, self._total - self._done)
-            self._detail(f"{self._done} of {self._total} trials, about {left_s:.0f} s left")
+        self._bar.advance(self._task)
 
     def end(self) -> None:
         """Removes the bar, so that other text can be printed."""
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def __enter__(self) -> Steps:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(
@@ -132,15 +112,14 @@ class Session:
         rank_prefix: str = "",
     ) -> None:
         self.fleet = Fleet(plan, variant.request, rank_prefix)
-        self.results = Results(plan, self.fleet.names, verify)
+        self.results = Results(plan, self.fleet.ranks, verify)
         self.measured = Measured(variant, program, self.results)
         self._plan = plan
         self._program = program
         self._steps = steps
         self._label = label
-        self._observers = Observers(list(self.fleet.names))
         decode_ms = variant.request.decode_ms
-        self._runner = TrialRunner(self.fleet, plan, verify, decode_ms, self.step, self._observers.watch, point_s)
+        self._runner = TrialRunner(self.fleet, plan, verify, decode_ms, self.step, point_s)
 
     def start(self) -> None:
         """Starts the fleet.
@@ -148,7 +127,7 @@ class Session:
         Raises:
             FleetError: A rank did not start.
         """
-        self.step(f"starting {self.fleet.size} ranks")
+        self.step(f"starting {len(self.fleet.ranks)} ranks")
         self.results.ready = self.fleet.start()
 
     def trials(self) -> Iterator[Trial]:
@@ -157,13 +136,10 @@ class Session:
         Raises:
             FleetError: A rank died, failed or hung.
         """
-        try:
-            for stage in self._program.stages(self._plan, self.results.latency_ms):
-                for trial in self._runner.trials(stage.cases, stage.repeat):
-                    self.results.add(trial)
-                    yield trial
-        finally:
-            self._observers.close()
+        for stage in self._program.stages(self._plan, self.results.latency_ms):
+            for trial in self._runner.trials(stage.cases, stage.repeat):
+                self.results.add(trial)
+                yield trial
 
     def repeat(self, cases: Sequence[Case]) -> None:
         """Runs all batches of some cases once more.
@@ -183,11 +159,6 @@ class Session:
             if figure is not None:
                 self.results.roofline[kind].append(figure)
 
-    def hold(self) -> None:
-        """Keeps the fleet running under light traffic until interrupted."""
-        self.step("holding")
-        self._runner.hold()
-
     def step(self, text: str) -> None:
         """Shows the description of this fleet's next step."""
         self._steps.step(f"{self._label}: {text}" if self._label else text)
@@ -198,10 +169,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._observers.close()
-        finally:
-            self.fleet.close()
+        self.fleet.close()
 
 
 def trials_of(program: Program, plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Timelines of single rooms and rings for the HTML report, and the type of the report's data.
+"""Timelines of single rooms for the HTML report.
 
 The prefill rank and the decode rank each record only some stages of a part; a part's timeline joins both records.
 """
@@ -6,13 +6,12 @@ The prefill rank and the decode rank each record only some stages of a part; a p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import TypedDict
 
 from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.room_timing import TimedTrial
 from kvctl.lab.bench.statistics import median
 from kvctl.lab.bench.trials import Trial
-from kvctl.lab.ranks.messages import Ready
 from kvctl.lab.ranks.plan import Plan, PlannedRank
 
 
@@ -45,33 +44,6 @@ class RoomTimeline(TypedDict):
     forward_done_ns: int
     success_ns: int
     parts: Sequence[PartTimeline]
-
-
-class RingTimeline(TypedDict):
-    """Use of one decode rank's staging ring during a trial; `points`: [time in ns, bytes in use], ordered by time."""
-
-    agent: str
-    path: str
-    size_bytes: int
-    points: Sequence[Sequence[int]]
-
-
-class ReportData(TypedDict):
-    """Content of the HTML report; only the document is required.
-
-    Attributes:
-        document: A result of `kvctl bench --save`. Fields that an older document lacks are shown as unknown.
-        command: The command line that was run.
-        started_at: Start time as text, such as `2026-11-20 12:49:42 UTC`.
-        waterfalls: A typical room of each path and pipeline setting.
-        rings: Staging rings of the decode ranks, all on one clock.
-    """
-
-    document: Mapping[str, Any]
-    command: NotRequired[str]
-    started_at: NotRequired[str]
-    waterfalls: NotRequired[Sequence[RoomTimeline]]
-    rings: NotRequired[Sequence[RingTimeline]]
 
 
 def layer_groups(trial: Trial, names: Mapping[str, PlannedRank], layers: int) -> int | None:
@@ -118,22 +90,6 @@ def room_timelines(
             )
         )
     return timelines
-
-
-def ring_timelines(
-    trials: Mapping[Case, Sequence[TimedTrial]], names: Mapping[str, PlannedRank], ready: Mapping[str, Ready]
-) -> list[RingTimeline]:
-    """Returns the timelines of the decode ranks' rings in a typical trial of each path and pipeline setting.
-
-    Rings without any use are left out.
-    """
-    return [
-        RingTimeline(agent=name, path=case.path, size_bytes=ready[name]["ring_bytes"], points=report["ring_samples"])
-        for case in _shown_cases(trials)
-        if (trial := typical(trials[case])) is not None
-        for name, report in trial.trial.reports.items()
-        if names[name]["role"] == "decode" and name in ready and any(used for _, used in report["ring_samples"])
-    ]
 
 
 def typical(trials: Sequence[TimedTrial]) -> TimedTrial | None:

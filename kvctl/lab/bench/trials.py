@@ -17,7 +17,7 @@ from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.program import Case
 from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.group import FleetError
-from kvctl.lab.ranks.messages import Room, RunReport, VerifyReport
+from kvctl.lab.ranks.messages import Prepare, Room, Run, RunReport, VerifyReport, planned_room
 from kvctl.lab.ranks.plan import Plan, PlannedRoom
 
 LOAD_STRIDE = 1 << 24
@@ -26,8 +26,6 @@ LOAD_STRIDE = 1 << 24
 # At the end of a trial, agents still have all events of about this many rooms.
 _EVENTS_KEPT_ROOMS = 32
 _IDLE_LOOP_S = 0.5
-_HOLD_ROOMS = 4
-_HOLD_PAUSE_S = 0.5
 # The first room on a path waits for kernels to compile and connections to open, so only the second one is timed.
 _SPEED_ROUNDS = 2
 
@@ -106,7 +104,6 @@ class TrialRunner:
         verify: One of `VERIFY_MODES`.
         decode_ms: Simulated time of one decode step.
         on_step: Called with a short description of the next step.
-        watch: Called with True to start the observers and with False to stop them.
         point_s: Time limit of one case and repeat, as in `TimeBudget`; None for no limit.
     """
 
@@ -117,11 +114,9 @@ class TrialRunner:
         verify: str,
         decode_ms: float,
         on_step: Callable[[str], None],
-        watch: Callable[[bool], None] = lambda wanted: None,
         point_s: float | None = None,
     ) -> None:
         self._budget = TimeBudget(point_s)
-        self._watch = watch
         self._fleet = fleet
         self._plan = plan
         self._verify = verify
@@ -149,21 +144,6 @@ class TrialRunner:
                     if count:
                         yield self._trial(case, batch, again, count)
 
-    def hold(self) -> None:
-        """Repeatedly transfers a few rooms of the first batch until interrupted.
-
-        Raises:
-            FleetError: A rank died, failed or hung.
-        """
-        path = self._plan["paths"][-1]
-        first, end = self._plan["loads"][0]["batches"][0]
-        windows = self._plan["loads"][0]["windows"]
-        while True:
-            rooms = self._rooms(0, first, min(end, first + _HOLD_ROOMS))
-            self._fleet.prepare(0, path, rooms, poison=False, doing="hold")
-            self._fleet.run(windows, rooms, "hold")
-            self._fleet.idle(_HOLD_PAUSE_S)
-
     def _measure_speed(self, case: Case, batch: int) -> None:
         """Measures the speed of a case's path with the first room of a batch, for the time budget."""
         planned = self._plan["loads"][case.load]
@@ -172,11 +152,10 @@ class TrialRunner:
         self._on_step(doing)
         for _ in range(_SPEED_ROUNDS):
             rooms = self._rooms(case.load, first, first + 1)
-            self._fleet.prepare(
-                _batch_id(case.load, batch, 1), case.path, rooms, poison=False, doing=doing, pipeline=case.pipeline
-            )
+            number = _batch_id(case.load, batch, 1)
+            self._fleet.prepare(Prepare(number, case.path, rooms, poison=False, pipeline=case.pipeline), doing)
             started = time.monotonic()
-            reports = self._fleet.run(planned["windows"], rooms, doing, case.layer_ms, self._decode_ms)
+            reports = self._fleet.run(self._run(case), rooms, doing)
             _check_released(reports, doing)
             self._budget.measured(case, planned["rooms"][first : first + 1], time.monotonic() - started)
 
@@ -188,16 +167,13 @@ class TrialRunner:
         doing = self._description(case, batch)
         number = _batch_id(case.load, batch, count if count < end - first else 0)
         self._on_step(f"filling for {doing}")
-        self._fleet.prepare(number, case.path, rooms, poison=True, doing=doing, pipeline=case.pipeline)
+        self._fleet.prepare(Prepare(number, case.path, rooms, pipeline=case.pipeline), doing)
         self._on_step(doing)
         # The first room warms up and the last one runs alone; agents no longer have the events of early rooms.
         shown = rooms[max(len(rooms) // 2, len(rooms) - _EVENTS_KEPT_ROOMS)].index
-        self._watch(case.observed)
         idle_loops = [self._fleet.measure_loop(case.busy_engine, _IDLE_LOOP_S)]
         started = time.monotonic()
-        reports = self._fleet.run(
-            planned["windows"], rooms, doing, case.layer_ms, self._decode_ms, shown, case.busy_engine
-        )
+        reports = self._fleet.run(self._run(case, shown), rooms, doing, case.busy_engine)
         seconds = time.monotonic() - started
         idle_loops.append(self._fleet.measure_loop(case.busy_engine, _IDLE_LOOP_S))
         self._budget.ran(case, repeat, planned["rooms"][first : first + count], seconds)
@@ -208,12 +184,15 @@ class TrialRunner:
             verdicts = self._fleet.verify(self._verify, rooms, doing)
         return Trial(case, batch, repeat, rooms, reports, verdicts, shown, idle_loops)
 
+    def _run(self, case: Case, show: int = -1) -> Run:
+        windows = tuple(self._plan["loads"][case.load]["windows"])
+        return Run(windows, layer_ms=case.layer_ms, decode_ms=self._decode_ms, show=show)
+
     def _description(self, case: Case, batch: int) -> str:
         """Returns a description of a trial for the progress display and for error messages."""
         planned = self._plan["loads"][case.load]
-        watched = ["watched"] if case.observed else []
         busy = [f"busy engine {case.busy_engine}"] if case.busy_engine != "off" else []
-        words = [*busy, *watched, f"batch {batch + 1} of {len(planned['batches'])}"]
+        words = [*busy, f"batch {batch + 1} of {len(planned['batches'])}"]
         if len(self._plan["pipelines"]) > 1:
             words.insert(0, f"pipeline {case.pipeline}")
         words.insert(0, case.path)
@@ -227,17 +206,7 @@ class TrialRunner:
         self._next_room += self._plan["room_stride"]
         planned = self._plan["loads"][load]["rooms"]
         return tuple(
-            Room(
-                index=load * LOAD_STRIDE + index,
-                number=base + index - first,
-                tokens=planned[index]["tokens"],
-                prefix_tokens=planned[index]["prefix_tokens"],
-                decode_dp=planned[index]["decode_dp"],
-                instance=planned[index]["instance"],
-                arrival_ms=planned[index]["arrival_ms"],
-                output_tokens=planned[index]["output_tokens"],
-                session=planned[index]["session"],
-            )
+            planned_room(planned[index], load * LOAD_STRIDE + index, base + index - first)
             for index in range(first, end)
         )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvctl.lab.bench.results import Outcome
-from kvctl.lab.bench.rows import Delta, delta_of, in_rounds
+from kvctl.lab.bench.rows import delta_of, in_rounds
 from kvctl.lab.bench.statistics import MIN_ROUNDS, spread
 from kvctl.lab.bench.variants import pages_text, sizes_text
 from kvctl.lab.ranks.plan import Plan, PlannedShape
@@ -17,8 +16,12 @@ from kvctl.render.report import Block, Grid, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import HOST
 
-# Fields besides the path in which rows of one load may differ; a terminal shows only the fields that do differ.
-_DISTINGUISHING = ("fleet", "transport", "cp_mode", "pipeline", "busy_engine", "observed")
+DIMENSIONS = (
+    *("fleet", "transport", "cp_mode", "path", "pipeline", "busy_engine"),
+    *("prefill", "decode", "device", "page_size", "page_order"),
+)
+"""Fields in which rows of one load may differ, most important first; a table shows only the fields that do differ."""
+
 _MAX_PATH_COLUMNS = 4
 _VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "yellow", "False": "bold red", "True": "green"}
 
@@ -41,16 +44,11 @@ def nanoseconds(*keys: str, per: float = 1e6) -> Callable[[Row], int | None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaColumn(Column):
-    """Column with the change against the first row of a load; without a figure if the rounds do not tell them apart.
-
-    Attributes:
-        delta: returns the change of a row.
-    """
-
-    delta: Callable[[Row], Delta] = lambda row: Delta(row["delta_ratio"], row.get("delta_significant"))
+    """Column with the change of a row against the first row of its load: `{name}_ratio` and `{name}_significant`."""
 
     def human(self, row: Row) -> str:
-        return f"= {_same_text(row)}" if row.get("same_as") else delta_text(*self.delta(row))
+        same = _same_text(row)
+        return f"= {same}" if same else delta_text(self.value(row), row.get(f"{self.name}_significant"))
 
 
 def delta_text(ratio: float | None, significant: bool | None) -> str:
@@ -77,7 +75,7 @@ def _limit_of_spread(end: int) -> Callable[[Row], float | None]:
 
 
 def _wide(name: str, path: str | Callable[[Row], Any] = "", kind: Kind = Kind.TEXT, header: str = "") -> Column:
-    return Column(name, path, kind, Width.WIDE, header)
+    return Column(name, kind, Width.WIDE, path=path, header=header)
 
 
 def _stage(name: str) -> Column:
@@ -93,31 +91,28 @@ BENCH = View(
         _wide("cp_mode"),
         _wide("pipeline"),
         _wide("busy_engine"),
-        _wide("observed", kind=Kind.FLAG),
-        Column("concurrency", kind=Kind.COUNT, header="CONC"),
-        Column("tokens", "tokens_drawn"),
-        Column("rooms", kind=Kind.COUNT, width=Width.NORMAL),
-        _wide("aborted", kind=Kind.COUNT),
-        _wide("failed_by_fault", kind=Kind.COUNT),
+        Column("concurrency", Kind.COUNT, header="CONC"),
+        Column("tokens", path="tokens_drawn"),
+        Column("rooms", Kind.COUNT, Width.NORMAL),
         _wide("failed", kind=Kind.COUNT),
-        Column("verified", kind=Kind.FLAG, styles=_VERDICT_STYLES),
-        Column("rooms_per_s", kind=Kind.RATE, header="ROOMS/S"),
-        Column("gb_per_s", kind=Kind.RATE, header="GB/S"),
+        Column("verified", Kind.FLAG, styles=_VERDICT_STYLES),
+        Column("rooms_per_s", Kind.RATE, header="ROOMS/S"),
+        Column("gb_per_s", Kind.RATE, header="GB/S"),
         _wide("rounds", lambda row: len(row.get("rounds") or ()), Kind.COUNT),
-        Column("low", _limit_of_spread(0), Kind.RATE, Width.NORMAL, header="GB/S FROM"),
-        Column("high", _limit_of_spread(1), Kind.RATE, Width.NORMAL, header="TO"),
-        DeltaColumn("delta", "delta_ratio", Kind.RATIO, header="Δ GB/S"),
+        Column("low", Kind.RATE, Width.NORMAL, path=_limit_of_spread(0), header="GB/S FROM"),
+        Column("high", Kind.RATE, Width.NORMAL, path=_limit_of_spread(1), header="TO"),
+        DeltaColumn("delta", Kind.RATIO, path="delta_ratio", header="Δ GB/S"),
         _wide("delta_significant", kind=Kind.FLAG),
         _wide("same_as", _same_text),
-        Column("memcpy", "memcpy_ratio", Kind.RATIO, Width.NORMAL, header="OF MEMCPY"),
-        Column("write", "write_ratio", Kind.RATIO, Width.NORMAL, header="OF WRITE"),
+        Column("memcpy", Kind.RATIO, Width.NORMAL, path="memcpy_ratio", header="OF MEMCPY"),
+        Column("write", Kind.RATIO, Width.NORMAL, path="write_ratio", header="OF WRITE"),
         _wide("p2p", "p2p_ratio", Kind.RATIO, "OF P2P"),
         _wide("floor", "floor_ratio", Kind.NUMBER, "TIMES COPY"),
         _wide("mean", nanoseconds("latency_ms", "mean"), Kind.DURATION),
-        Column("p50", nanoseconds("latency_ms", "p50"), Kind.DURATION),
+        Column("p50", Kind.DURATION, path=nanoseconds("latency_ms", "p50")),
         _wide("p90", nanoseconds("latency_ms", "p90"), Kind.DURATION),
         _wide("p95", nanoseconds("latency_ms", "p95"), Kind.DURATION),
-        Column("p99", nanoseconds("latency_ms", "p99"), Kind.DURATION),
+        Column("p99", Kind.DURATION, path=nanoseconds("latency_ms", "p99")),
         _wide("ttft_mean", nanoseconds("ttft_ms", "mean"), Kind.DURATION),
         _wide("ttft_p95", nanoseconds("ttft_ms", "p95"), Kind.DURATION),
         _wide("slowdown", "compute_slowdown_ratio", Kind.RATIO, "COMPUTE SLOWER"),
@@ -141,8 +136,7 @@ BENCH = View(
         _wide("peak_rss", kind=Kind.BYTES),
         _wide("rss_overhead", kind=Kind.BYTES),
         _wide("verified_parts", kind=Kind.COUNT),
-        _wide("observer_cost", kind=Kind.RATIO),
-        Column("baseline", "baseline.verdict", width=Width.WIDE, styles=_VERDICT_STYLES),
+        Column("baseline", width=Width.WIDE, path="baseline.verdict", styles=_VERDICT_STYLES),
     ),
     empty="no path completed a batch",
 )
@@ -156,17 +150,17 @@ PLAN = View(
         Column("reader"),
         _wide("reader_gpu", kind=Kind.COUNT),
         Column("segment", width=Width.NORMAL),
-        Column("heads", kind=Kind.LAYERS),
-        Column("layers", kind=Kind.LAYERS),
+        Column("heads", Kind.LAYERS),
+        Column("layers", Kind.LAYERS),
         _wide("stripe", lambda row: _stripe_text(row["stripe"]), header="TOKENS"),
-        Column("parts", kind=Kind.COUNT),
+        Column("parts", Kind.COUNT),
         _wide("pages", kind=Kind.COUNT),
         _wide("transfer_page", kind=Kind.COUNT),
         _wide("splits", lambda row: ":".join(map(str, row["splits"]))),
-        Column("payload", "bytes", Kind.BYTES, header="BYTES"),
-        Column("bulk", "descriptors.bulk", Kind.COUNT),
-        Column("slice", "descriptors.slice", Kind.COUNT),
-        Column("staged", "descriptors.staged", Kind.COUNT),
+        Column("payload", Kind.BYTES, path="bytes", header="BYTES"),
+        Column("bulk", Kind.COUNT, path="descriptors.bulk"),
+        Column("slice", Kind.COUNT, path="descriptors.slice"),
+        Column("staged", Kind.COUNT, path="descriptors.staged"),
         _wide("direct", "descriptors.direct", Kind.COUNT),
     ),
     empty="no rank sends anything",
@@ -175,20 +169,29 @@ PLAN = View(
 COLUMNS = {column.name: column for column in BENCH.columns}
 
 
+def distinguishing(rows: Sequence[Row]) -> list[str]:
+    """Returns the fields of `DIMENSIONS` in which rows differ, without those that add no further distinction."""
+    chosen: list[str] = []
+    distinct = 1
+    for field in DIMENSIONS:
+        count = len({tuple(str(row.get(each)) for each in (*chosen, field)) for row in rows})
+        if count > distinct:
+            chosen.append(field)
+            distinct = count
+    return chosen
+
+
 def contestants(rows: Sequence[Row]) -> list[str]:
     """Returns a name for each row, composed of the values of the fields in which the rows differ."""
-    chosen: list[str] = []
-    for field in ("fleet", "transport", "cp_mode", "path", "pipeline", "busy_engine", "observed"):
-        known = {tuple(row.get(each) for each in chosen) for row in rows}
-        if len({tuple(row.get(each) for each in (*chosen, field)) for row in rows}) > len(known):
-            chosen.append(field)
 
     def word(row: Row, field: str) -> str:
+        value = row.get(field)
         if field == "busy_engine":
-            return "engine idle" if row[field] == "off" else f"busy {row[field]}"
-        return ("watched" if row[field] else "alone") if field == "observed" else str(row[field])
+            return "engine idle" if value == "off" else f"busy {value}"
+        return str(value or "")
 
-    return [" ".join(word(row, field) for field in chosen or ["path"]) for row in rows]
+    fields = distinguishing(rows) or ["path"]
+    return [" ".join(word(row, field) for field in fields) for row in rows]
 
 
 def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Block]:
@@ -201,10 +204,9 @@ def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Blo
     """
     every = outcome.rows()
     head = _setup(outcome)
-    foot = [*rounds_text(every), _roofline(outcome), *_cut_short(every), *_observer_costs(every)]
+    foot = [*rounds_text(every), _roofline(outcome), *_cut_short(every)]
     if view is None:
         head += _load(rows)
-    head += _faults(outcome, every)
     table, same = (Grid(view, rows), []) if view is not None else _table(rows)
     foot = same + foot
     verdict = _verdict(every)
@@ -276,18 +278,18 @@ def _stripe_text(stripe: Sequence[int] | None) -> str:
 
 
 def _rate(name: str) -> Column:
-    return Column(name, kind=Kind.NUMBER)
+    return Column(name, Kind.NUMBER)
 
 
 def _quantiles(label: str, section: str, *names: str) -> list[tuple[str, Column, bool]]:
     return [
-        (f"{label} {name}", Column(name, nanoseconds(section, name), Kind.DURATION), label not in _WITHOUT_DELTA)
+        (f"{label} {name}", Column(name, Kind.DURATION, path=nanoseconds(section, name)), label not in _WITHOUT_DELTA)
         for name in names
     ]
 
 
 def _words(name: str) -> Column:
-    return Column(name, lambda row: " ".join(row[name]))
+    return Column(name, path=lambda row: " ".join(row[name]))
 
 
 _WITHOUT_DELTA = ("compute", "hidden behind it,")
@@ -296,18 +298,13 @@ _WITHOUT_DELTA = ("compute", "hidden behind it,")
 # row; a line is (label, column, whether a Δ is shown).
 _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], ...] = (
     (
-        lambda row: bool(row["faults"]),
-        (
-            ("rooms ok", Column("ok", kind=Kind.COUNT), False),
-            ("  aborted", COLUMNS["aborted"], False),
-            ("  failed by a fault", COLUMNS["failed_by_fault"], False),
-            ("  failed otherwise", COLUMNS["failed"], False),
-        ),
+        lambda row: row["failed"] > 0,
+        (("rooms ok", Column("ok", Kind.COUNT), False), ("rooms failed", COLUMNS["failed"], False)),
     ),
     (lambda row: True, (("rooms/s", _rate("rooms_per_s"), True),)),
     (
         lambda row: len(row["rounds"]) > 1,
-        (("rooms/s by round", Column("spread", lambda row: _spread_text(row)), False),),
+        (("rooms/s by round", Column("spread", path=lambda row: _spread_text(row)), False),),
     ),
     (lambda row: True, (("GB/s", _rate("gb_per_s"), True),)),
     (lambda row: row["device"] == "cpu", (("of one-thread memcpy", COLUMNS["memcpy"], False),)),
@@ -315,7 +312,7 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
         lambda row: row["device"] != "cpu",
         (
             ("of a copy between the GPUs", COLUMNS["p2p"], False),
-            ("of a copy within one", Column("device_copy", kind=Kind.RATIO), False),
+            ("of a copy within one", Column("device_copy", Kind.RATIO), False),
         ),
     ),
     (lambda row: True, (("of one write", COLUMNS["write"], False),)),
@@ -336,7 +333,7 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
             ("engine's loop slowed down by", COLUMNS["engine_slower"], False),
             ("  its longest stall", COLUMNS["engine_stall"], False),
             ("  and with an idle agent", COLUMNS["engine_idle_stall"], False),
-            ("  its longest call of the agent", COLUMNS["engine_call"], False),
+            ("  its longest step with the agent", COLUMNS["engine_call"], False),
         ),
     ),
     (lambda row: row["tpot_ms"]["mean"] is not None, _quantiles("TPOT", "tpot_ms", "mean")),
@@ -363,7 +360,7 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
             *((f"{name} p50", COLUMNS[name], False) for name in ("gather", "gate", "post", "wire", "scatter")),
             ("ring high water", COLUMNS["ring_high_water"], False),
             ("fallbacks", COLUMNS["fallbacks"], False),
-            ("CPU time", Column("cpu", lambda row: row["cpu_seconds"] * 1e9, Kind.DURATION), True),
+            ("CPU time", Column("cpu", Kind.DURATION, path=lambda row: row["cpu_seconds"] * 1e9), True),
             ("peak RSS of a rank", COLUMNS["peak_rss"], False),
             ("  beyond its buffers", COLUMNS["rss_overhead"], False),
             ("parts sent by path", _words("paths_taken"), False),
@@ -393,7 +390,7 @@ def _table(rows: Sequence[Row]) -> tuple[Grid, list[str]]:
             if merged
         ]
         return Grid(_side_by_side(columns), _lines(columns)), lines
-    shown = {name for name in _DISTINGUISHING if len({row[name] for row in rows}) > 1}
+    shown = {name for name in DIMENSIONS if len({row.get(name) for row in rows}) > 1}
     shown |= {"floor"} if any(row["floor_ratio"] is not None for row in rows) else set()
     shown |= {"slowdown"} if any(row["compute_slowdown_ratio"] is not None for row in rows) else set()
     return Grid(_with_core(BENCH, shown), rows), []
@@ -447,15 +444,20 @@ def layouts_text(outcome: Outcome) -> str:
     return f"{' and '.join(layouts)} over {' and '.join(dict.fromkeys(request.transport for request in requests))}"
 
 
+def shape_words(shape: Mapping[str, Any]) -> Iterator[str]:
+    """Yields descriptions of a model's layers and heads, as far as a saved result has them."""
+    if "layers" in shape:
+        yield f"{shape['layers']} layers"
+    if shape.get("kind") == "mla":
+        yield f"latents of {shape.get('head_dim')} {shape.get('dtype', '')}".rstrip()
+    elif "kv_heads" in shape and "head_dim" in shape:
+        dims = dict.fromkeys((shape["head_dim"], shape.get("v_head_dim", shape["head_dim"])))
+        yield f"{shape['kv_heads']} KV heads of {' and '.join(map(str, dims))} {shape.get('dtype', '')}".rstrip()
+
+
 def shape_text(shape: PlannedShape) -> str:
     """Formats a model's shape: `llama-3.1-8b: 32 layers, 8 KV heads of 128 bf16`."""
-    words = [f"{shape['layers']} layers"]
-    if shape["kind"] == "mla":
-        words.append(f"latents of {shape['head_dim']} {shape['dtype']}")
-    else:
-        same = shape["head_dim"] == shape["v_head_dim"]
-        dims = f"{shape['head_dim']}" if same else f"{shape['head_dim']} and {shape['v_head_dim']}"
-        words.append(f"{shape['kv_heads']} KV heads of {dims} {shape['dtype']}")
+    words = list(shape_words(shape))
     if shape["draft"]:
         count = shape["draft"]["layers"]
         words.append(f"{count} draft layer{'s' * (count > 1)}")
@@ -496,18 +498,6 @@ def _load(rows: Sequence[Row]) -> list[str]:
     return [line + (", arriving in an open loop" if row["arrivals"] == "open" else "")]
 
 
-def _faults(outcome: Outcome, rows: Sequence[Row]) -> list[str]:
-    """Returns a line with the injected faults, the seed that reproduces them, and how often each kind fired."""
-    request = outcome.measured[0].variant.request
-    if not request.faults:
-        return []
-    struck: Counter[str] = Counter()
-    for row in rows:
-        struck.update(row["faults_struck"])
-    counts = ", ".join(f"{name} {count}" for name, count in struck.items()) or "none"
-    return [f"faults {', '.join(request.faults)} with --seed {request.seed}; struck in the agents: {counts}"]
-
-
 def rounds_text(rows: Sequence[Row]) -> list[str]:
     """Returns a line on the rounds that a table's Δ rest on; empty if there is nothing to compare."""
     counts = sorted({len(row.get("rounds") or ()) for row in rows})
@@ -544,15 +534,3 @@ def _cut_short(rows: Sequence[Row]) -> list[str]:
         for path, runs in cut.items()
     ]
     return [f"rooms left out because of --point-seconds: {', '.join(counts)} (saved in ROOMS)"] if counts else []
-
-
-def _observer_costs(rows: Sequence[Row]) -> list[str]:
-    """Returns a line with the throughput lost to observers on each path; empty if it was not measured."""
-    costs = []
-    for row in (row for row in rows if row["observer_cost_ratios"]):
-        low, high = spread(row["observer_cost_ratios"])
-        unsure = ", so none is shown" if low <= 0 <= high or len(row["observer_cost_ratios"]) < MIN_ROUNDS else ""
-        costs.append(f"{row['path']} {row['observer_cost_ratio']:+.1%} ({low:+.1%} to {high:+.1%}{unsure})")
-    if not costs:
-        return []
-    return [f"throughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: {', '.join(costs)}"]

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
-from types import TracebackType
 from typing import cast
 
 from kvctl.lab.ranks.group import TICK_S, Event, FleetError, RankGroup, rank_names
@@ -213,13 +212,12 @@ class LiveRank:
         return self.process.pid if self.process is not None else 0
 
 
-class LiveFleet:
+class LiveFleet(RankGroup):
     """Starts, disturbs and ends the processes of a live fleet, one per rank, and exchanges messages with them.
 
     Attributes:
         plan: plan of the fleet, with prefixed rank names.
         ranks: state of the ranks by name, prefill ranks first.
-        directory: private directory with the fleet's sockets; `close` removes it.
     """
 
     def __init__(self, plan: FleetPlan) -> None:
@@ -230,10 +228,9 @@ class LiveFleet:
         """
         self._planned, self._request = plan.resolve()
         planned = self._planned["ranks"]
-        self._group = RankGroup(rank_names(planned))
-        self.plan = plan.prefixed(self._group.prefix)
-        self.ranks = {name: LiveRank(name, rank) for name, rank in zip(self._group.names, planned, strict=True)}
-        self.directory = self._group.directory
+        super().__init__(rank_names(planned))
+        self.plan = plan.prefixed(self.prefix)
+        self.ranks = {name: LiveRank(name, rank) for name, rank in zip(self.names, planned, strict=True)}
         self._pending: list[Event] = []
         self._tokens = 0
 
@@ -314,7 +311,7 @@ class LiveFleet:
             start = replace(
                 start, bootstraps=tuple(f"ipc://{directory / Path(each).name}" for each in start.bootstraps)
             )
-        process = self._group.start(rank.name, environment)
+        process = self.launch(rank.name, environment)
         process.send(start)
         return process
 
@@ -322,7 +319,7 @@ class LiveFleet:
         plan, rank = self.plan, self.ranks[name].planned
         ring = plan.odd_rings.get(name, plan.ring)
         return replace(
-            rank_start(self._planned, self._request, rank, name, self.directory, _START_S),
+            rank_start(self._planned, self._request, rank, name, self.directory),
             page_size=plan.odd_pages.get(name, plan.page_size),
             pool_pages=1 + plan.slots * -(-plan.tokens[1] // plan.page_size),
             aux_slots=plan.slots,
@@ -333,7 +330,6 @@ class LiveFleet:
                 **plan.config,
                 "staging_ring_mb": ring,
             },
-            live=True,
             faulty=True,
             faults=faults,
             verify=plan.verify,
@@ -424,7 +420,7 @@ class LiveFleet:
         return pending or self._poll(timeout_s)
 
     def _poll(self, timeout_s: float) -> list[Event]:
-        return [found for event in self._group.poll(timeout_s) if (found := self._apply(event)) is not None]
+        return [found for event in super().poll(timeout_s) if (found := self._apply(event)) is not None]
 
     def _apply(self, event: Event) -> Event | None:
         """Updates the state of the event's rank; returns the event, or None if the caller need not handle it.
@@ -483,24 +479,16 @@ class LiveFleet:
         Returns:
             The exit status by rank name, only for ranks that did not exit with 0.
         """
-        running = list(self._group.running)
+        running = list(self.running)
         try:
             for process in running:
                 process.signal(SIGCONT)
                 process.send(Stop())
         finally:  # a second Ctrl-C must not leave anything behind
-            self._group.close()
+            super().close()
         for rank in self.ranks.values():
             rank.process = rank.replaced = None
         return {process.name: process.returncode for process in running if process.returncode}
-
-    def __enter__(self) -> LiveFleet:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _complete(rank: LiveRank, instances: set[int]) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import linear_regression
 from typing import cast
 
 from kvctl.lab.demo.fleet import LiveFleet
@@ -73,7 +74,8 @@ class ProcessHistory:
         if not self.rss:
             return None
         middle = (self.rss[0][0] + self.rss[-1][0]) / 2
-        return fitted_slope([sample for sample in self.rss if sample[0] >= middle])
+        later = [sample for sample in self.rss if sample[0] >= middle]
+        return linear_regression(*zip(*later, strict=True)).slope if len(later) >= _MIN_SAMPLES else None
 
     @property
     def leaks(self) -> list[str]:
@@ -147,15 +149,3 @@ class LeakWatch:
     def clean(self) -> bool:
         """Whether no rank holds resources of any room, according to the latest reports."""
         return not any(cast(Mapping[str, int], usage)[what] for usage in self.now.values() for what in _MUST_BE_ZERO)
-
-
-def fitted_slope(samples: list[tuple[float, int]]) -> float | None:
-    """Returns the slope of the least-squares line through samples; None if there are too few."""
-    if len(samples) < _MIN_SAMPLES:
-        return None
-    count = len(samples)
-    mean_x, mean_y = sum(x for x, _ in samples) / count, sum(y for _, y in samples) / count
-    spread = sum((x - mean_x) ** 2 for x, _ in samples)
-    if not spread:
-        return None
-    return sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread

@@ -27,12 +27,8 @@ from kvctl.lab.ranks.request import Sizes
 _ANSWER_NS = 500_000_000
 _BEGIN_S = 2.0
 _FOREVER_S = 1e9
-_LATE_WRITES = "slow-lane=200ms"
-_WRONG_BYTES = "corrupt-write=5%"
-_NO_GRANTS = "message-loss=staging-grants"
 _NO_FAILURES = "message-loss=room-failed"
 _NO_WATERMARKS = "message-loss=watermark+room-abort"
-_NO_SCATTERS = "slow-scatter=10m"
 _TRIES = 20
 _ROOMS_BEHIND = 4
 _POLL_S = 0.05
@@ -189,12 +185,22 @@ def dead_peer(context: ScenarioContext) -> Iterator[float]:
     yield _FOREVER_S
 
 
-def slow_layer(context: ScenarioContext) -> Iterator[float]:
-    """Delays all writes of one prefill rank; the writes of other prefill ranks are not affected."""
-    writer = context.take("prefill")
-    context.traffic.fault(writer, _LATE_WRITES, _FOREVER_S)
-    context.say(f"every write of {writer} leaves 0.2 s late")
-    yield _FOREVER_S
+def faulty(role: str, spec: str, effect: str, place: int = -1) -> Script:
+    """Returns a script that sets a fault of one rank's agent for good.
+
+    Args:
+        spec: spec of the fault.
+        effect: line that the script prints; `{rank}` stands for the name of the rank.
+        place: as in `ScenarioContext.take`.
+    """
+
+    def script(context: ScenarioContext) -> Iterator[float]:
+        rank = context.take(role, place)
+        context.traffic.fault(rank, spec, _FOREVER_S)
+        context.say(effect.format(rank=rank))
+        yield _FOREVER_S
+
+    return script
 
 
 def compat(context: ScenarioContext) -> Iterator[float]:
@@ -223,22 +229,6 @@ def fd_low(context: ScenarioContext) -> Iterator[float]:
     hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (count + _SPARE_FILES, hard))
     context.say(f"{victim} (pid {pid}) has {count} files open and may have {count + _SPARE_FILES}")
-    yield _FOREVER_S
-
-
-def corrupt(context: ScenarioContext) -> Iterator[float]:
-    """Corrupts writes of a prefill rank after their checksum was computed, as a faulty cable or memory would."""
-    writer = context.take("prefill")
-    context.traffic.fault(writer, _WRONG_BYTES, _FOREVER_S)
-    context.say(f"one write in twenty of {writer} has a wrong byte")
-    yield _FOREVER_S
-
-
-def grant_loss(context: ScenarioContext) -> Iterator[float]:
-    """Drops the staging grants sent to one prefill rank; all other messages arrive."""
-    writer = context.take("prefill")
-    context.traffic.fault(writer, _NO_GRANTS, _FOREVER_S)
-    context.say(f"{writer} gets no staging grants any more; all other messages arrive")
     yield _FOREVER_S
 
 
@@ -277,14 +267,6 @@ def stuck_waiting(context: ScenarioContext) -> Iterator[float]:
             f"room {room.number}: {writer} has failed it, but {waiting} does not hear of it and waits {timeout_s:g} s"
         )
         yield timeout_s * 0.7
-
-
-def stuck_scatter(context: ScenarioContext) -> Iterator[float]:
-    """Delays the copies from a decode rank's staging ring to its pages so long that landed parts stay in the ring."""
-    reader = context.take("decode", 0)
-    context.traffic.fault(reader, _NO_SCATTERS, _FOREVER_S)
-    context.say(f"{reader} copies nothing from its ring to its pages any more")
-    yield _FOREVER_S
 
 
 def draining(context: ScenarioContext) -> Iterator[float]:
@@ -387,14 +369,14 @@ SCENARIOS: tuple[Scenario, ...] = (
         "Every write of one prefill rank leaves 0.2 s late.",
         "KV_LANE_SLOW",
         ("kvctl layers", "kvctl doctor", "kvctl top"),
-        slow_layer,
+        faulty("prefill", "slow-lane=200ms", "every write of {rank} leaves 0.2 s late"),
     ),
     Scenario(
         "corrupt",
         "One write in twenty of a prefill rank has a wrong byte.",
         "KV_CHECKSUM_MISMATCH",
         ("kvctl doctor", "kvctl rooms history", "kvctl events"),
-        corrupt,
+        faulty("prefill", "corrupt-write=5%", "one write in twenty of {rank} has a wrong byte"),
         config={"checksum": True},
     ),
     Scenario(
@@ -419,7 +401,11 @@ SCENARIOS: tuple[Scenario, ...] = (
         "A prefill rank gets no staging grants; all else arrives.",
         "KV_GRANT_UNANSWERED",
         ("kvctl doctor", "kvctl staging", "kvctl rooms"),
-        grant_loss,
+        faulty(
+            "prefill",
+            "message-loss=staging-grants",
+            "{rank} gets no staging grants any more; all other messages arrive",
+        ),
         config={"path": "staged"},
     ),
     Scenario(
@@ -451,7 +437,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "A decode rank copies nothing from its ring to its pages.",
         "KV_ROOM_STUCK_SCATTER",
         ("kvctl doctor", "kvctl staging", "kvctl rooms"),
-        stuck_scatter,
+        faulty("decode", "slow-scatter=10m", "{rank} copies nothing from its ring to its pages any more", place=0),
         config={"path": "staged", "waiting_timeout_s": 600.0},
     ),
     Scenario(

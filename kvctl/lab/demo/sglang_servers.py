@@ -234,17 +234,24 @@ class Fleet:
         python: that of an environment with SGLang.
         model: folder of the checkpoint.
         folder: where the logs are written.
-        flags: of every server, beside those that the tiny model needs.
+        flags: of every server, beside `common`.
         environment: variables of all processes, beside those of this one.
+        common: flags of every server; the default is for the tiny model.
     """
 
     def __init__(
-        self, python: Path, model: Path, folder: Path, flags: Sequence[str], environment: Mapping[str, str]
+        self,
+        python: Path,
+        model: Path,
+        folder: Path,
+        flags: Sequence[str],
+        environment: Mapping[str, str],
+        common: Sequence[str] = _FLAGS,
     ) -> None:
         self.python = python
         self.model = model
         self.folder = folder
-        self.flags = flags
+        self.flags = (*common, *flags)
         self.environment = {"SGLANG_HOST_IP": HOST, "HF_HUB_OFFLINE": "1", **environment}
         self.processes: list[Process] = []
         self._prefills: list[Prefill] = []
@@ -253,7 +260,7 @@ class Fleet:
     def server(self, name: str, *arguments: str) -> Process:
         """Adds a server."""
         port = free_port()
-        command = ["-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(self.model), *_FLAGS, *self.flags]
+        command = ["-P", "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(self.model), *self.flags]
         command += ["--host", HOST, "--port", str(port), *arguments]
         return self._add(name, command, port)
 
@@ -275,7 +282,7 @@ class Fleet:
     def router(self, name: str) -> Process:
         """Adds SGLang's router for the servers added so far, in its small version for PD pairs."""
         port = free_port()
-        command = ["-W", "ignore", "-m", "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
+        command = ["-P", "-W", "ignore", "-m", "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
         command += ["--host", HOST, "--port", str(port)]
         for prefill in self._prefills:
             command += ["--prefill", prefill.process.url, str(prefill.bootstrap_port)]

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from typing import cast
 
-from kvctl.lab.demo.fleet import LiveFleet
+from kvctl.lab.demo.fleet import FleetPlan, LiveFleet
 from kvctl.lab.demo.room_accounting import SUCCESS, Disturbance, LiveRoom, RoomAccounting, describe
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, parse_faults
 from kvctl.lab.ranks.group import Event, FleetError
-from kvctl.lab.ranks.messages import Abort, Ended, OpenRoom, Released, SendRoom
+from kvctl.lab.ranks.messages import Abort, Ended, Open, Released, Room
 from kvctl.lab.ranks.plan import PlannedRank
 
 # Shares of rooms with a cached prefix, of rooms that prefill computes without waiting for decode to open them, and of
@@ -49,10 +49,27 @@ class RoomChoice:
     """
 
     room: LiveRoom
-    send: SendRoom
+    send: Open
     aborter: str | None
     abort_after_s: float
     hangs_at: str | None = None
+
+
+@dataclass(frozen=True)
+class TrafficOptions:
+    """Options for the arrival of rooms.
+
+    Args:
+        rate: rooms per second; 0: opens rooms whenever fewer than the plan's concurrency are in flight.
+        bursty: whether most rooms arrive close together; only with a rate.
+        aborts: share of rooms that one of their ranks aborts.
+        longest_gap_s: maximum time between two forwards of a room.
+    """
+
+    rate: float = 0.0
+    bursty: bool = False
+    aborts: float = 0.0
+    longest_gap_s: float = SHORT_GAP_S
 
 
 class Router:
@@ -65,40 +82,15 @@ class Router:
         held: number of occupied slots by rank name.
     """
 
-    def __init__(
-        self,
-        ranks: Mapping[str, PlannedRank],
-        *,
-        seed: int,
-        tokens: tuple[int, int],
-        page_size: int,
-        slots: int,
-        concurrency: int,
-        aborts: float = 0.0,
-        longest_gap_s: float = SHORT_GAP_S,
-    ) -> None:
-        """Creates a router with all slots free.
-
-        Args:
-            ranks: the planned ranks by name.
-            seed: seed of all random choices.
-            tokens: minimum and maximum prompt length; lengths are log-uniform, like those of real prompts.
-            page_size: tokens per page; cached prefixes are whole pages.
-            slots: number of slots of each rank.
-            concurrency: maximum rooms in flight, split evenly over the decode dp groups, so that a stuck group does not
-                stop the others.
-            aborts: share of rooms that one of their ranks aborts.
-            longest_gap_s: maximum time between two forwards of a room.
-        """
+    def __init__(self, ranks: Mapping[str, PlannedRank], plan: FleetPlan, options: TrafficOptions) -> None:
+        """Creates a router with all slots free; `ranks` are the planned ranks by name."""
         self._ranks = ranks
-        self._draw = random.Random(seed)
-        self._tokens = tokens
-        self._page_size = page_size
-        self._slots = slots
-        self._aborts = aborts
-        self._longest_gap_s = longest_gap_s
+        self._plan = plan
+        self._options = options
+        self._draw = random.Random(plan.seed)
         self._dps = sorted({rank["dp"] for rank in ranks.values() if rank["role"] == "decode"})
-        self._limit = -(-concurrency // len(self._dps))
+        # The rooms in flight are split evenly, so that a stuck group does not stop the others.
+        self._limit = -(-plan.concurrency // len(self._dps))
         self._next = self._draw.randrange(1 << 20)
         self._prefill_dp = {
             rank["instance"]: 1 + max(other["dp"] for other in ranks.values() if other["instance"] == rank["instance"])
@@ -140,8 +132,8 @@ class Router:
         prefill = tuple(name for name in members if self._ranks[name]["dp"] == group)
         decode = tuple(self._group(decode_dp))
         if prefix_tokens is None:
-            whole = tokens // self._page_size
-            prefix_tokens = draw.randint(0, whole) * self._page_size if draw.random() < _WITH_PREFIX else 0
+            whole = tokens // self._plan.page_size
+            prefix_tokens = draw.randint(0, whole) * self._plan.page_size if draw.random() < _WITH_PREFIX else 0
         room = LiveRoom(
             number=number,
             tokens=tokens,
@@ -153,17 +145,14 @@ class Router:
             ranks=(*members, *decode),
             opened_ns=now_ns,
         )
-        send = SendRoom(
-            room=number,
-            index=number,
-            tokens=tokens,
-            prefix_tokens=prefix_tokens,
+        send = Open(
+            Room(number, number, tokens, prefix_tokens, decode_dp, instance),
             chunks=draw.randint(1, _MAX_CHUNKS),
             groups=draw.randint(2, _MAX_GROUPS) if draw.random() < _IN_GROUPS else 1,
-            gap_s=round(draw.uniform(0, self._longest_gap_s), 4),
+            gap_s=round(draw.uniform(0, self._options.longest_gap_s), 4),
             at_once=draw.random() < _AT_ONCE,
         )
-        aborter = draw.choice([*prefill, *decode]) if draw.random() < self._aborts else None
+        aborter = draw.choice([*prefill, *decode]) if draw.random() < self._options.aborts else None
         # Most aborts come within the usual duration of a room, some long after.
         after_s = draw.expovariate(1 / 0.05)
         return RoomChoice(room, send, aborter, after_s)
@@ -180,14 +169,10 @@ class Router:
         """Frees all slots of a rank whose process has exited or was replaced."""
         self.held[name] = 0
 
-    def gap_s(self, rate: float, bursty: bool) -> float:
-        """Returns a random time to the next arrival.
-
-        Args:
-            rate: mean number of rooms per second.
-            bursty: whether most rooms arrive close together, with long gaps between bursts.
-        """
-        if bursty:
+    def gap_s(self) -> float:
+        """Returns a random time to the next arrival, whose rate is not 0; bursts have long gaps between them."""
+        rate = self._options.rate
+        if self._options.bursty:
             return self._draw.expovariate(rate * 8) if self._draw.random() < 0.9 else self._draw.expovariate(rate / 9)
         return self._draw.expovariate(rate)
 
@@ -206,32 +191,15 @@ class Router:
         return [name for name, rank in self._ranks.items() if rank["role"] == "decode" and rank["dp"] == dp]
 
     def _has_slot(self, name: str) -> bool:
-        return self.held[name] < self._slots
+        return self.held[name] < self._plan.slots
 
     def _length(self) -> int:
-        low, high = self._tokens
+        low, high = self._plan.tokens  # log-uniform, like the lengths of real prompts
         return min(high, round(low * exp(self._draw.random() * log(high / low)))) if high > low else low
 
 
 class DeadlineMissed(FleetError):
     """Raised when a condition was not met in time; the text names the condition."""
-
-
-@dataclass(frozen=True)
-class TrafficOptions:
-    """Options for the arrival of rooms.
-
-    Args:
-        rate: rooms per second; 0: opens rooms whenever fewer than the plan's concurrency are in flight.
-        bursty: whether most rooms arrive close together; only with a rate.
-        aborts: share of rooms that one of their ranks aborts.
-        longest_gap_s: maximum time between two forwards of a room.
-    """
-
-    rate: float = 0.0
-    bursty: bool = False
-    aborts: float = 0.0
-    longest_gap_s: float = SHORT_GAP_S
 
 
 class Traffic:
@@ -268,16 +236,7 @@ class Traffic:
         self.crashes: list[Event] = []
         self.starved_s = 0.0
         self.closed = False
-        self._router = Router(
-            {name: rank.planned for name, rank in fleet.ranks.items()},
-            seed=plan.seed,
-            tokens=plan.tokens,
-            page_size=plan.page_size,
-            slots=plan.slots,
-            concurrency=plan.concurrency,
-            aborts=options.aborts,
-            longest_gap_s=options.longest_gap_s,
-        )
+        self._router = Router({name: rank.planned for name, rank in fleet.ranks.items()}, plan, options)
         self._options = options
         self._on_event = on_event
         self._on_turn = on_turn
@@ -312,7 +271,9 @@ class Traffic:
             computes: number of tokens that the prefill ranks compute; None: `tokens`.
         """
         choice = self._router.place(instance, decode_dp, tokens, time.monotonic_ns(), prefix_tokens)
-        send = replace(choice.send, tokens=tokens if computes is None else computes)
+        send = choice.send
+        if computes is not None:
+            send = replace(send, room=replace(send.room, tokens=computes))
         if gap_s is not None:
             send = replace(send, chunks=2, gap_s=gap_s)
         if hangs_at is not None:
@@ -475,7 +436,7 @@ class Traffic:
     def _open_due(self, now: float) -> None:
         if self._options.rate:
             while self._next_at <= now:
-                self._next_at += self._router.gap_s(self._options.rate, self._options.bursty)
+                self._next_at += self._router.gap_s()
                 self._open_one()
             return
         while self._open_one():
@@ -501,7 +462,7 @@ class Traffic:
         room = choice.room
         members = [*room.prefill, *room.decode]
         self.accounting.add(room, [name for name in members if self.fleet.ranks[name].running])
-        receive = OpenRoom(room.number, room.number, room.tokens, room.prefix_tokens, room.instance)
+        receive = Open(Room(room.number, room.number, room.tokens, room.prefix_tokens, room.decode_dp, room.instance))
         for name in members:
             if name in room.expects:
                 self._router.taken(name)

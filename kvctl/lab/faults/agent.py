@@ -5,29 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, cast
 
 from kvctl.lab.faults.control_channel import FaultyControlChannel
 from kvctl.lab.faults.injector import FaultInjector
-from kvctl.lab.faults.specification import FAULT_COMMAND, parse_faults
 from kvctl.lab.faults.transport import FaultyTransport
 from kvctl_agent.agent import Agent
-from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
 from kvctl_agent.parts import PartFactories
 from kvctl_agent.protocol.events import Check, Scatter
 from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.telemetry.clock import Clock
-from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.registry import open_transport
-
-
-class FaultState(TypedDict):
-    """Answer to the admin command `fault`."""
-
-    active: list[str]  # specs of the faults in force
-    struck_total: dict[str, int]  # by kind, since the agent was built
 
 
 class FaultyClock(Clock):
@@ -64,7 +53,7 @@ class FaultyArrivals(Arrivals):
 
 
 def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
-    """Builds an agent with fault injection, without starting it; its admin socket also serves the command `fault`.
+    """Builds an agent with fault injection, without starting it.
 
     Args:
         faults: the faults in force, which may change at any time. Those set before this call affect the construction
@@ -73,7 +62,7 @@ def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
     """
 
     def transport(*opened: Any) -> Transport:
-        return FaultyTransport(open_transport(*opened), faults)
+        return cast(Transport, FaultyTransport(open_transport(*opened), faults))
 
     factories = PartFactories(
         clock=partial(FaultyClock, faults),
@@ -81,26 +70,4 @@ def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
         control_channel=partial(FaultyControlChannel, faults),
         arrivals=partial(FaultyArrivals, faults),
     )
-    agent = Agent(**arguments, factories=factories)
-    agent.admin.add(FAULT_COMMAND, partial(_change, faults, agent.telemetry.recorder))
-    return agent
-
-
-def _change(faults: FaultInjector, recorder: FlightRecorder, args: dict[str, Any]) -> FaultState:
-    """Handles the admin command `fault`: clears faults if requested, then sets those of the given specs.
-
-    Raises:
-        RequestRefused: a spec is invalid, or an agent cannot inject the fault.
-    """
-    try:
-        wanted = parse_faults(args["spec"]) if "spec" in args else ()
-        if foreign := [fault.text for fault in wanted if fault.kind.level != "agent"]:
-            raise ValueError(f"{', '.join(foreign)}: an agent cannot inject this fault into itself")
-    except ValueError as error:
-        raise RequestRefused(ErrorCode.BAD_ARGUMENT, str(error)) from None
-    if args.get("clear"):
-        faults.clear()
-    for fault in wanted:
-        faults.set(fault, args.get("seconds"))
-        recorder.record("fault", f"injected: {fault.text}", "warning")
-    return {"active": faults.active(), "struck_total": faults.counts()}
+    return Agent(**arguments, factories=factories)

@@ -1,6 +1,6 @@
 """Defines all kinds of faults and parses their specs, such as `control-loss=5%` or `pause=prefill-0@5s+3s`.
 
-`kvctl bench --faults`, `kvctl demo` and the admin command `fault` accept the same specs. The level of a kind says what
+The options of `kvctl demo` take these specs. The level of a kind says what
 injects it: the agent itself ("agent"), the driver of the rooms ("room") or the parent of the processes ("process").
 """
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from kvctl_agent.contract.commands import Arg, Command, Level
 from kvctl_agent.contract.values import near
 
 FaultLevel = Literal["agent", "room", "process"]
@@ -22,7 +21,6 @@ _TIME = re.compile(r"(-?)(\d{1,15}(?:\.\d{1,9})?)(us|ms|s|m|h)")
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
 _RANK = re.compile(r"([A-Za-z0-9_.-]{1,64})@([^+]+)(?:\+(.+))?")
 _SHOWN = 60
-_SECOND_NS = 1_000_000_000
 _DAY_NS = 24 * _NS["h"]
 
 LOST = ("KV_PEER_LOST",)
@@ -37,33 +35,17 @@ STUCK = (
 
 
 MESSAGES = (
-    "hello",
-    "hello-ack",
-    "hello-wanted",
-    "heartbeat",
-    "room-open",
-    "room-kept",
-    "room-accepted",
-    "room-refused",
-    "staging-request",
-    "staging-grants",
-    "staging-refused",
-    "staging-revoke",
-    "staging-revoked",
-    "too-late",
-    "watermark",
-    "part-ready",
-    "part-ack",
-    "room-done",
-    "readers-done",
-    "room-failed",
-    "ack",
-    "room-abort",
-    "room-drained",
-    "room-renew",
-    "bye",
+    *("hello", "hello-ack", "hello-wanted", "heartbeat"),
+    *("room-open", "room-kept", "room-accepted", "room-refused"),
+    *("staging-request", "staging-grants", "staging-refused", "staging-revoke", "staging-revoked", "too-late"),
+    *("watermark", "part-ready", "part-ack"),
+    *("room-done", "readers-done", "room-failed", "ack", "room-abort", "room-drained", "room-renew", "bye"),
 )
 """Names on the wire of the control messages that `message-loss` can drop."""
+
+
+ENDED = (*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN")
+"""Failure codes of rooms whose rank ends or stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +53,25 @@ class FaultKind:
     """One kind of fault.
 
     Attributes:
-        level: what injects the fault; see the module.
         unit: form of the value in a spec: a "share" (5%), a "time" (20ms), a "jump" (-1h), "messages"
             (staging-grants+watermark), or a "rank" with start and duration (decode-1@5s+3s).
-        low, high: bounds in nanoseconds; of the value for units "time" and "jump", of the duration for unit "rank".
         explains: failure codes of rooms that the fault can cause; any other failure is a bug.
     """
 
     name: str
-    level: FaultLevel
     unit: FaultUnit
     help: str
-    low: int = 0
-    high: int = 0
     explains: tuple[str, ...] = ()
+
+    @property
+    def level(self) -> FaultLevel:
+        """What injects the fault; see the module."""
+        return "process" if self.unit == "rank" else "room" if self.name == "abort" else "agent"
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Bounds in nanoseconds; of the value for units "time" and "jump", of the duration for unit "rank"."""
+        return _BOUNDS[self.unit]
 
     @property
     def example(self) -> str:
@@ -92,6 +79,11 @@ class FaultKind:
         return f"{self.name}={_EXAMPLES.get(self.name) or _EXAMPLES[self.unit]}"
 
 
+_BOUNDS = {
+    "time": (_NS["us"], _NS["h"]),
+    "jump": (-3650 * _DAY_NS, 3650 * _DAY_NS),
+    "rank": (_NS["ms"], _DAY_NS),
+}
 _EXAMPLES = {
     "share": "5%",
     "time": "20ms",
@@ -103,141 +95,62 @@ _EXAMPLES = {
 }
 
 FAULTS: tuple[FaultKind, ...] = (
-    FaultKind("control-loss", "agent", "share", "Control frames lost, in and out.", explains=LOST),
-    FaultKind(
-        "control-delay",
-        "agent",
-        "time",
-        "Every control frame is delayed by this time, in and out.",
-        low=_NS["us"],
-        high=60 * _SECOND_NS,
-        explains=LOST,
-    ),
-    FaultKind("control-dup", "agent", "share", "Control frames delivered twice, the second one slightly later."),
-    FaultKind("control-reorder", "agent", "share", "Control frames overtaken by later ones."),
-    FaultKind("control-truncate", "agent", "share", "Control frames truncated at a random byte.", explains=LOST),
-    FaultKind("control-garbage", "agent", "share", "Control frames replaced by random bytes.", explains=LOST),
+    FaultKind("control-loss", "share", "Control frames lost, in and out.", LOST),
+    FaultKind("control-delay", "time", "Every control frame is delayed by this time, in and out.", LOST),
+    FaultKind("control-dup", "share", "Control frames delivered twice, the second one slightly later."),
+    FaultKind("control-reorder", "share", "Control frames overtaken by later ones."),
+    FaultKind("control-truncate", "share", "Control frames truncated at a random byte.", LOST),
+    FaultKind("control-garbage", "share", "Control frames replaced by random bytes.", LOST),
     FaultKind(
         "message-loss",
-        "agent",
         "messages",
         "All control messages of these types lost, in and out; watermark: also those inside other messages.",
-        explains=(*LOST, *STUCK),
+        (*LOST, *STUCK),
     ),
-    FaultKind("notify-loss", "agent", "share", "Arrival tags lost at the decode rank; the bytes have landed."),
-    FaultKind("notify-dup", "agent", "share", "Arrival tags delivered twice."),
-    FaultKind(
-        "write-error",
-        "agent",
-        "share",
-        "Writes refused by the engine; none of their bytes land.",
-        explains=("KV_TRANSPORT",),
-    ),
-    FaultKind(
-        "write-doubt",
-        "agent",
-        "share",
-        "Writes reported as failed whose bytes land slightly later.",
-        explains=("KV_TRANSPORT",),
-    ),
-    FaultKind(
-        "slow-reader",
-        "agent",
-        "time",
-        "A decode rank polls for arrivals only at this interval.",
-        low=_NS["us"],
-        high=60 * _SECOND_NS,
-    ),
+    FaultKind("notify-loss", "share", "Arrival tags lost at the decode rank; the bytes have landed."),
+    FaultKind("notify-dup", "share", "Arrival tags delivered twice."),
+    FaultKind("write-error", "share", "Writes refused by the engine; none of their bytes land.", ("KV_TRANSPORT",)),
+    FaultKind("write-doubt", "share", "Writes reported as failed whose bytes land slightly later.", ("KV_TRANSPORT",)),
+    FaultKind("slow-reader", "time", "A decode rank polls for arrivals only at this interval."),
     FaultKind(
         "slow-scatter",
-        "agent",
         "time",
         "A staged part is copied from the ring to its pages this long after it landed.",
-        low=_NS["us"],
-        high=_NS["h"],
-        explains=STUCK,
+        STUCK,
     ),
-    FaultKind(
-        "slow-writer",
-        "agent",
-        "time",
-        "A write is reported complete this long after its post.",
-        low=_NS["us"],
-        high=60 * _SECOND_NS,
-    ),
-    FaultKind(
-        "slow-lane",
-        "agent",
-        "time",
-        "Every write is posted this much later, so the bytes are late as well.",
-        low=_NS["us"],
-        high=60 * _SECOND_NS,
-    ),
+    FaultKind("slow-writer", "time", "A write is reported complete this long after its post."),
+    FaultKind("slow-lane", "time", "Every write is posted this much later, so the bytes are late as well."),
     FaultKind(
         "corrupt-write",
-        "agent",
         "share",
         "Writes with one wrong byte on the wire; detected by the decode rank if checksum is on.",
-        explains=("KV_CHECKSUM_MISMATCH",),
+        ("KV_CHECKSUM_MISMATCH",),
     ),
     FaultKind(
         "clock-jump",
-        "agent",
         "jump",
         "The wall clock is wrong by this much; an agent started with it has a wrong incarnation as well.",
-        low=-3650 * _DAY_NS,
-        high=3650 * _DAY_NS,
     ),
     FaultKind(
         "preempt",
-        "agent",
         "share",
         "Rooms of kvctl demo whose engine takes their pages back at a random time and goes on in other pages.",
-        explains=("RECALL_LATE",),
+        ("RECALL_LATE",),
     ),
-    FaultKind("abort", "room", "share", "Rooms aborted by one of their ranks at a random time.", explains=("ABORTED",)),
+    FaultKind("abort", "share", "Rooms aborted by one of their ranks at a random time.", ("ABORTED",)),
     FaultKind(
-        "kill",
-        "process",
-        "rank",
-        "SIGKILL of a rank at this time after the start; +TIME: restarted this much later.",
-        low=_NS["ms"],
-        high=_DAY_NS,
-        explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
+        "kill", "rank", "SIGKILL of a rank at this time after the start; +TIME: restarted this much later.", ENDED
     ),
-    FaultKind(
-        "pause",
-        "process",
-        "rank",
-        "SIGSTOP of a rank at this time after the start, SIGCONT this much later.",
-        low=_NS["ms"],
-        high=_DAY_NS,
-        explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
-    ),
+    FaultKind("pause", "rank", "SIGSTOP of a rank at this time after the start, SIGCONT this much later.", ENDED),
     FaultKind(
         "replace",
-        "process",
         "rank",
         "As pause, for a prefill rank without the registry; a new process takes its place before it continues.",
-        low=_NS["ms"],
-        high=_DAY_NS,
-        explains=(*LOST, *STUCK, "KV_TRANSPORT", "KV_ROOM_UNKNOWN"),
+        ENDED,
     ),
 )
 
 FAULTS_BY_NAME: dict[str, FaultKind] = {kind.name: kind for kind in FAULTS}
-
-FAULT_COMMAND = Command(
-    "fault",
-    "inject faults into this agent, or end those in force; only if it was started with fault injection",
-    Level.ADMIN,
-    (
-        Arg("spec", "str", "one or more faults of an agent, such as control-loss=5%,write-error=1%"),
-        Arg("seconds", "int", "end them after this many seconds"),
-        Arg("clear", "bool", "end every fault in force first"),
-    ),
-)
-"""Admin command `fault`, which only agents that were started with fault injection have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +225,7 @@ def parse_fault(text: str) -> Fault:
         return Fault(kind, messages=_messages(kind, text, value))
     if kind.unit == "rank":
         return _of_rank(kind, text, value)
-    return Fault(kind, ns=_time(kind, text, value, kind.low, kind.high))
+    return Fault(kind, ns=_time(kind, text, value, *kind.bounds))
 
 
 def _share(kind: FaultKind, text: str, value: str) -> float:
@@ -339,8 +252,9 @@ def _of_rank(kind: FaultKind, text: str, value: str) -> Fault:
     rank, at, lasting = match.groups()
     if lasting is None and kind.name in ("pause", "replace"):
         raise ValueError(f"{text[:_SHOWN]!r}: give a duration, such as {kind.example}")
-    at_ns = _time(kind, text, at, 0, kind.high)
-    for_ns = None if lasting is None else _time(kind, text, lasting, kind.low, kind.high)
+    low, high = kind.bounds
+    at_ns = _time(kind, text, at, 0, high)
+    for_ns = None if lasting is None else _time(kind, text, lasting, low, high)
     return Fault(kind, rank=rank, at_ns=at_ns, for_ns=for_ns)
 
 

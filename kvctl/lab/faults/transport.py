@@ -9,24 +9,14 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
 
 from kvctl.lab.faults.injector import FaultInjector
 from kvctl_agent.errors import TransportError
-from kvctl_agent.memory.region import Region
-from kvctl_agent.transport.base import (
-    Addresses,
-    Arrival,
-    DeferredWrite,
-    SharedTag,
-    Sizes,
-    Transport,
-    Waited,
-    Write,
-)
+from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Transport, Waited, Write
 
 # Long enough that a room can end and its pages can be reused before the bytes land.
 _MAX_LATE_NS = 200_000_000
@@ -42,54 +32,19 @@ class FaultyTransport:
         self._faults = faults
         self._next_poll_ns = 0
 
-    @property
-    def name(self) -> str:
-        return self._engine.name
-
-    def register(self, regions: Sequence[Region]) -> None:
-        self._engine.register(regions)
-
-    def metadata(self) -> bytes:
-        return self._engine.metadata()
-
-    def connect(self, peer: str, metadata: bytes) -> None:
-        self._engine.connect(peer, metadata)
-
-    def disconnect(self, peer: str) -> None:
-        self._engine.disconnect(peer)
-
-    def ended(self, metadata: bytes) -> None:
-        self._engine.ended(metadata)
-
-    def share_tag(self, tag: bytes, descriptors: int) -> SharedTag | None:
-        return self._engine.share_tag(tag, descriptors)
+    def __getattr__(self, name: str) -> Any:
+        """Passes everything that no fault concerns on to the engine."""
+        return getattr(self._engine, name)
 
     def defers(self, peer: str) -> bool:
         """Returns what the engine does; False while faults of writes are in force, which `write` injects."""
         return self._engine.defers(peer) and not any(self._faults.find(fault) for fault in _WRITE_FAULTS)
-
-    def defer_write(
-        self,
-        peer: str,
-        local_addrs: Addresses,
-        remote_addrs: Addresses,
-        sizes: Sizes,
-        tag: bytes | SharedTag | None,
-        until_ns: int,
-    ) -> DeferredWrite:
-        return self._engine.defer_write(peer, local_addrs, remote_addrs, sizes, tag, until_ns)
 
     def write(
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
     ) -> Write:
         post = partial(self._engine.write, peer, local_addrs, remote_addrs, sizes, tag)
         return self._post(post, int(sizes.sum()), local_addrs)
-
-    def tell(self, peer: str, tag: bytes) -> None:
-        self._engine.tell(peer, tag)
-
-    def progress(self) -> None:
-        self._engine.progress()
 
     def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> Waited | None:
         if self._faults.find("slow-reader"):
@@ -116,12 +71,6 @@ class FaultyTransport:
                 if self._faults.should_fire("notify-dup"):
                     delivered.append(arrival)
         return delivered
-
-    def describe(self) -> dict[str, Any]:
-        return self._engine.describe()
-
-    def close(self) -> None:
-        self._engine.close()
 
     def _post(self, post: Callable[[], Write], nbytes: int, addrs: Addresses) -> Write:
         if self._faults.should_fire("write-error"):

@@ -27,7 +27,7 @@ class LoopTimes(TypedDict):
     ns: int
     undisturbed_ns: int  # as long as the iterations would have taken if each had been as its neighbours' median
     longest_ns: int  # the longest iteration
-    longest_call_ns: int  # the longest call of the agent: all pages of a room, and its end
+    longest_call_ns: int  # the longest step of a forward: the layer groups due together, or all pages
 
 
 class BusyLoop:
@@ -57,7 +57,7 @@ class BusyLoop:
         times["longest_ns"] = max(times["longest_ns"], *durations)
 
     def called(self, since_ns: int) -> None:
-        """Records that a call of the agent, begun at `since_ns` on the monotonic clock, has returned."""
+        """Records the end of a step of a forward that began at `since_ns` on the monotonic clock."""
         self.times["longest_call_ns"] = max(self.times["longest_call_ns"], time.monotonic_ns() - since_ns)
 
 

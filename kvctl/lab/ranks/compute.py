@@ -1,6 +1,8 @@
-"""Simulated prefill: the engine interface, an engine that sleeps, and the handover of computed pages to the agent.
+"""Simulated prefill: the engine interface, an engine that waits, and the handover of computed pages to the agent.
 
-The sleeping engine calculates when each pipeline stage of an instance finishes each chunk. A rank computes one chunk at
+A forward is a generator that yields the time of its next step, so that the rank's thread is free until then.
+
+The waiting engine calculates when each pipeline stage of an instance finishes each chunk. A rank computes one chunk at
 a time, layer by layer. A stage starts a chunk when the previous stage has finished that chunk and the stage itself has
 finished the chunk before. Each rank calculates all stages up to its own, so that ranks need not communicate.
 """
@@ -8,13 +10,13 @@ finished the chunk before. Each rank calculates all stages up to its own, so tha
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 from kvctl.lab.ranks.content import Content, own_side
-from kvctl.lab.ranks.messages import Room
+from kvctl.lab.ranks.messages import Open, Room
 from kvctl_agent.agent import Agent
-from kvctl_agent.errors import DeadlineExceeded
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.layer_grouping import ForwardInfo
 from kvctl_agent.runtime.handles import Send
@@ -37,6 +39,10 @@ class Computed(NamedTuple):
 class Job(Protocol):
     """The forward of one room's prompt."""
 
+    def due_ns(self, chunk: int, end: int) -> int:
+        """Returns when layers [0, end) of this rank may be reported as computed for a chunk; 0 at any time."""
+        ...
+
     def compute(self, chunk: int, tokens: int, first: int, end: int) -> Any:
         """Computes layers [first, end) of this rank for one chunk; chunks are computed in the prompt's order.
 
@@ -46,9 +52,6 @@ class Job(Protocol):
 
         Returns:
             The GPU event recorded after these layers, or None if they are complete on return.
-
-        Raises:
-            DeadlineExceeded: the layers would not be complete before the run's deadline.
         """
         ...
 
@@ -65,13 +68,12 @@ class Engine(Protocol):
         """Whether the engine accepts another room now; False while its queue of submitted forwards is full."""
         ...
 
-    def begin(self, asked_ns: int, chunks: int, deadline_ns: int) -> Job:
+    def begin(self, asked_ns: int, chunks: int) -> Job:
         """Begins the forward of one room.
 
         Args:
             asked_ns: time since which the room has waited for its forward.
             chunks: number of chunks of the prompt.
-            deadline_ns: end of the run; nothing is computed after it.
         """
         ...
 
@@ -103,7 +105,7 @@ class PipelineClock:
 
 
 class SleepingEngine:
-    """Engine that sleeps for the compute time of each layer."""
+    """Engine whose layers take time and no processor."""
 
     ready = True
 
@@ -112,28 +114,23 @@ class SleepingEngine:
         self._clock = clock
         self._layers = layers
 
-    def begin(self, asked_ns: int, chunks: int, deadline_ns: int) -> Job:
-        begins = self._clock.forward(asked_ns, chunks)
-        _sleep_until(begins[0])
-        return _SleepingJob(self._clock.layer_ns, begins, self._layers, deadline_ns)
+    def begin(self, asked_ns: int, chunks: int) -> Job:
+        return _SleepingJob(self._clock.layer_ns, self._clock.forward(asked_ns, chunks), self._layers)
 
 
 class _SleepingJob:
-    def __init__(self, layer_ns: int, begins: Sequence[int], layers: int, deadline_ns: int) -> None:
+    def __init__(self, layer_ns: int, begins: Sequence[int], layers: int) -> None:
         self._layer_ns = layer_ns
         self._begins = begins
         self._layers = layers
-        self._deadline_ns = deadline_ns
         # The forward begins on time, even if this thread runs late.
         self._started_ns = begins[0] if layer_ns else time.monotonic_ns()
         self._done_ns = self._started_ns
 
+    def due_ns(self, chunk: int, end: int) -> int:
+        return self._begins[chunk] + end * self._layer_ns
+
     def compute(self, chunk: int, tokens: int, first: int, end: int) -> None:
-        if self._layer_ns:
-            at_ns = self._begins[chunk] + end * self._layer_ns
-            _sleep_until(min(at_ns, self._deadline_ns))
-            if at_ns > self._deadline_ns:
-                raise DeadlineExceeded("its forward was not over at the run's deadline")
         self._done_ns = time.monotonic_ns()
 
     def computed(self) -> Computed:
@@ -141,15 +138,18 @@ class _SleepingJob:
 
 
 class Forward:
-    """Computes rooms and sends their pages by chunk and layer group through the agent, like an engine's scheduler."""
+    """Computes rooms and sends their pages by chunk and layer group through the agent, like an engine's scheduler.
 
-    def __init__(self, agent: Agent, content: Content, engine: Engine, deadline_ns: int) -> None:
-        """Computes rooms until `deadline_ns`, the end of the run."""
+    Attributes:
+        jobs: the forwards that have begun, by room number.
+    """
+
+    def __init__(self, agent: Agent, content: Content, engine: Engine) -> None:
         self._agent = agent
         self._content = content
         self._engine = engine
-        self._deadline_ns = deadline_ns
         self._layers = len(agent.layers)
+        self.jobs: dict[int, Job] = {}
         start = content.start
         self._chunk_tokens = chunk_pages(int(start.config["chunk_tokens"]), start.page_size) * start.page_size
         # Of the KV, then of each KV group.
@@ -161,21 +161,24 @@ class Forward:
         """Whether the engine accepts another room now."""
         return self._engine.ready
 
-    def run(self, room: Room, send: Send, asked_ns: int, prefetched: bool) -> Job:
+    def run(self, room: Room, send: Send, asked_ns: int, prefetched: bool) -> Iterator[int]:
         """Computes a room and sends its pages; on a GPU, submits the computation and passes its events to the agent.
 
         Args:
             asked_ns: time since which the room has waited for its forward.
             prefetched: whether staging has been requested already.
 
+        Yields:
+            Before each step, the time on the monotonic clock at which the step is due.
+
         Raises:
-            DeadlineExceeded: the run's deadline has passed.
             KvctlError: the agent refuses the pages.
         """
         tables, chunk_tokens = self._content.computed(room), self._chunk_tokens
         steps = [chunk_tokens // size for size in self._page_sizes]
         chunks = -(-len(tables[0]) // steps[0])
-        job = self._engine.begin(asked_ns, chunks, self._deadline_ns)
+        job = self.jobs[room.number] = self._engine.begin(asked_ns, chunks)
+        yield job.due_ns(0, 0)
         for chunk in range(chunks):
             pages, *group_pages = (
                 table[chunk * step : (chunk + 1) * step] for table, step in zip(tables, steps, strict=True)
@@ -188,18 +191,48 @@ class Forward:
             last = chunk == chunks - 1
             layers = 0
             for group in groups:
+                yield job.due_ns(chunk, layers + len(group))
                 event = job.compute(chunk, tokens, layers, layers + len(group))
                 layers += len(group)
                 send.layers(group, pages, last=last, event=event, group_pages=group_pages)
             if not groups:
+                yield job.due_ns(chunk, self._layers)
                 event = job.compute(chunk, tokens, 0, self._layers)
                 send.pages(pages, last=last, event=event, group_pages=group_pages)
         send.finish(self._content.slots[room.number], self._content.states(room.number))
-        return job
 
 
-def _sleep_until(at_ns: int) -> None:
-    """Sleeps until `at_ns` on the monotonic clock."""
-    left_ns = at_ns - time.monotonic_ns()
-    if left_ns > 0:
-        time.sleep(left_ns / 1e9)
+def scripted(command: Open, agent: Agent, content: Content, send: Send) -> Iterator[int]:
+    """Computes a room in the forwards and layer groups that its command names.
+
+    Yields:
+        Before each forward, the time on the monotonic clock at which it ends.
+
+    Raises:
+        KvctlError: the agent refuses the pages.
+    """
+    number = command.room.number
+    if content.start.verify:  # otherwise nobody looks at the bytes, and the fill takes longer than the transfer
+        content.fill_room(content.rooms[number])
+    begun_ns = time.monotonic_ns()
+    groups = _split(agent.layers, command.groups) if command.groups > 1 else []
+    send.prefetch(groups)
+    pages = content.pages(number)
+    edges = [len(pages) * cut // command.chunks for cut in range(command.chunks + 1)]
+    for chunk, (first, end) in enumerate(pairwise(edges)):
+        last = chunk == command.chunks - 1
+        if last and command.hangs:
+            return
+        yield begun_ns + round(chunk * command.gap_s * 1e9)
+        if not groups:
+            send.pages(pages[first:end], last=last)
+        for group in groups:
+            send.layers(group, pages[first:end], last=last)
+    send.finish(content.slots[number], content.states(number))
+
+
+def _split(layers: range, groups: int) -> list[range]:
+    """Splits layers into consecutive groups of nearly equal size."""
+    count = min(groups, len(layers))
+    edges = [layers.start + len(layers) * cut // count for cut in range(count + 1)]
+    return [range(lo, hi) for lo, hi in pairwise(edges)]

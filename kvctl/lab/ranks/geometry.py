@@ -111,16 +111,16 @@ def resolve_shape(request: PlanRequest) -> PlannedShape:
 
 def _shape(request: PlanRequest, preset: ModelPreset) -> PlannedShape:
     dtype = request.dtype or preset.dtype
-    choose("--dtype", dtype, tuple(DTYPE_BYTES))
     kind = request.kind or preset.kind
     choose("--kind", kind, KINDS)
     latent = kind == "mla"
     as_kind = preset if kind == preset.kind else find_model(DEFAULT_LATENT if latent else DEFAULT_MODEL)
-    layers = _size("--layers", request.layers, preset.num_layers)
-    heads = _size("--kv-heads", request.kv_heads, as_kind.num_kv_heads)
-    k_dim = _size("--head-dim", request.head_dim, as_kind.head_dim)
-    v_dim = 0 if latent else _size("--v-head-dim", request.v_head_dim, as_kind.v_head_dim or k_dim)
-    scale_bytes = DTYPE_SCALE_BYTES.get(dtype, 0)
+    layers, heads = request.layers or preset.num_layers, request.kv_heads or as_kind.num_kv_heads
+    k_dim = request.head_dim or as_kind.head_dim
+    v_dim = 0 if latent else request.v_head_dim or as_kind.v_head_dim or k_dim
+    k_scale_bytes, v_scale_bytes = (
+        DTYPE_SCALE_BYTES.get(dtype, 0) if each is None else each for each in request.scale_bytes
+    )
     states = _within(preset.states, layers) if request.states is None else request.states
     return PlannedShape(
         model="",
@@ -131,8 +131,8 @@ def _shape(request: PlanRequest, preset: ModelPreset) -> PlannedShape:
         v_head_dim=v_dim,
         dtype=dtype,
         dtype_bytes=DTYPE_BYTES[dtype],
-        k_scale_bytes=_size("--k-scale-bytes", request.k_scale_bytes, scale_bytes, 0),
-        v_scale_bytes=0 if latent else _size("--v-scale-bytes", request.v_scale_bytes, scale_bytes, 0),
+        k_scale_bytes=k_scale_bytes,
+        v_scale_bytes=0 if latent else v_scale_bytes,
         draft=_draft(request, heads, k_dim, v_dim),
         groups=[_group(group, layers, heads, k_dim, v_dim) for group in request.groups],
         states=[_state(state, layers) for state in states],
@@ -142,12 +142,11 @@ def _shape(request: PlanRequest, preset: ModelPreset) -> PlannedShape:
 def _draft(request: PlanRequest, heads: int, k_dim: int, v_dim: int) -> PlannedDraft | None:
     if not request.draft_layers:
         return None
-    own_dim = request.draft_dim is not None
     return PlannedDraft(
-        layers=check_size("--draft-layers", request.draft_layers),
-        kv_heads=_size("--draft-heads", request.draft_heads, heads),
-        head_dim=_size("--draft-dim", request.draft_dim, k_dim),
-        v_head_dim=_size("--draft-dim", request.draft_dim, v_dim) if own_dim and v_dim else v_dim,
+        layers=request.draft_layers,
+        kv_heads=request.draft_heads or heads,
+        head_dim=request.draft_dim or k_dim,
+        v_head_dim=request.draft_dim or v_dim if v_dim else 0,
     )
 
 

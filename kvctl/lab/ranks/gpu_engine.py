@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kvctl.lab.ranks.compute import Computed
 from kvctl.lab.ranks.plan import PlannedShape
-from kvctl_agent.errors import DeadlineExceeded, DeviceUnavailable
+from kvctl_agent.errors import DeviceUnavailable
 from kvctl_agent.layout.parallel import ParallelConfig
 
 # Forwards in the stream at a time: as in engines, the next one is already submitted when one ends.
@@ -265,8 +265,8 @@ class GpuEngine:
         part = (tokens - below) / (above - below)
         return round(self._alone[below] + part * (self._alone[above] - self._alone[below]))
 
-    def begin(self, asked_ns: int, chunks: int, deadline_ns: int) -> GpuJob:
-        return GpuJob(self, chunks * self._layers, deadline_ns)
+    def begin(self, asked_ns: int, chunks: int) -> GpuJob:
+        return GpuJob(self, chunks * self._layers)
 
     def put(self, tokens: int, before: int, layers: int) -> Any:
         """Submits the computation of a chunk in a number of layers; returns a timeline mark recorded after it.
@@ -302,24 +302,17 @@ class GpuEngine:
 class GpuJob:
     """Forward of one room's prompt on a GPU."""
 
-    def __init__(self, engine: GpuEngine, steps: int, deadline_ns: int) -> None:
-        """Records a timeline mark at the start of the forward.
-
-        Args:
-            steps: number of chunks times number of layers.
-            deadline_ns: end of the run on the monotonic clock.
-
-        Raises:
-            DeadlineExceeded: the run has ended.
-        """
-        if time.monotonic_ns() >= deadline_ns:
-            raise DeadlineExceeded("its forward was not begun at the run's deadline")
+    def __init__(self, engine: GpuEngine, steps: int) -> None:
+        """Records a timeline mark at the start of the forward; `steps` is the number of chunks times that of layers."""
         self._engine = engine
         self._left = steps
         self._before = 0
         self._begin = self._end = engine.timeline.mark()
         self._chunk = 0
         self._tokens = 0
+
+    def due_ns(self, chunk: int, end: int) -> int:
+        return 0  # submitted at once
 
     def compute(self, chunk: int, tokens: int, first: int, end: int) -> Any:
         if chunk != self._chunk:

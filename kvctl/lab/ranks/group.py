@@ -16,16 +16,24 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any, NamedTuple, NoReturn
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Self
 
-from kvctl.client.endpoints import discover
+from kvctl.client.endpoints import agent_pid, discover
 from kvctl.lab.ranks.messages import FLEET_PREFIX, Command
 from kvctl.lab.ranks.plan import PlannedRank
 from kvctl.lab.ranks.process import PROGRAM, RankProcess
-from kvctl_agent.contract.admin import LOCK_SUFFIX, socket_dir, socket_path
+from kvctl_agent.contract.admin import (
+    ENDED_SUFFIX,
+    LOCK_SUFFIX,
+    SOCKET_SUFFIX,
+    region_directory,
+    socket_dir,
+    socket_path,
+)
 
 CLOSE_S = 10.0
 """Time that ranks have to close their agents before they are killed; a rank itself gives up after 5 s."""
@@ -103,27 +111,21 @@ class RankGroup:
         prefix: prefix of the rank names; "" unless another agent on this machine already uses one of the names.
         names: names of the ranks, with the prefix.
         directory: private temporary directory of the fleet; `close` removes it.
-        ranks: the latest process of each rank that was started, by name.
+        processes: the latest process of each rank that was started, by name.
         running: processes that have not exited.
     """
 
-    def __init__(self, names: Sequence[str] = (), on_tick: Callable[[], None] = lambda: None) -> None:
-        """Creates the private directory; starts no process yet.
-
-        Args:
-            names: names of the ranks, without the prefix.
-            on_tick: callback that `ask` and `wait` call several times per second.
-        """
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        """Creates the private directory; starts no process yet. `names` are those of the ranks, without the prefix."""
         self.prefix = _free_prefix(names)
         self.names = [self.prefix + name for name in names]
         self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_short_temporary_directory()))
-        self.ranks: dict[str, RankProcess] = {}
+        self.processes: dict[str, RankProcess] = {}
         self.running: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._on_tick = on_tick
         self._closed = False
 
-    def start(
+    def launch(
         self, name: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
     ) -> RankProcess:
         """Starts a process for a rank.
@@ -136,7 +138,7 @@ class RankGroup:
         """
         inherited = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
         with _signals_deferred():
-            process = self.ranks[name] = RankProcess(name, {**inherited, **(environment or {})}, program)
+            process = self.processes[name] = RankProcess(name, {**inherited, **(environment or {})}, program)
             self.running.append(process)
             self._register(process)
         return process
@@ -168,33 +170,16 @@ class RankGroup:
         """
         deadline = time.monotonic() + timeout_s
         for name, command in commands.items():
-            self.ranks[name].send(command)
+            self.processes[name].send(command)
         while True:
             self._check(doing)
-            missing = [name for name in commands if self.ranks[name].answer is None]
+            missing = [name for name in commands if self.processes[name].answer is None]
             if not missing:
-                return {name: self.ranks[name].answer or {} for name in commands}
+                return {name: self.processes[name].answer or {} for name in commands}
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RankOverdue(missing[0], doing, timeout_s, self.ranks[missing[0]].doing, len(missing) - 1)
+                raise RankOverdue(missing[0], doing, timeout_s, self.processes[missing[0]].doing, len(missing) - 1)
             self.poll(min(left_s, TICK_S))
-            self._on_tick()
-
-    def wait(self, seconds: float, doing: str) -> None:
-        """Waits for some time while reading messages and watching the ranks.
-
-        Args:
-            doing: name of the phase, for error messages.
-
-        Raises:
-            RankDied: a rank exited.
-            RankFailed: a rank reported a fatal error.
-        """
-        deadline = time.monotonic() + seconds
-        while (left_s := deadline - time.monotonic()) > 0:
-            self._check(doing)
-            self.poll(min(left_s, TICK_S))
-            self._on_tick()
 
     def close(self) -> dict[str, int]:
         """Ends all processes, killing those that still run after `CLOSE_S`; removes the directory and all sockets.
@@ -209,9 +194,17 @@ class RankGroup:
             finally:
                 self._selector.close()
                 for name in self.names:
-                    _remove_admin_socket(name)
+                    _remove_leftovers(name)
                 shutil.rmtree(self.directory, ignore_errors=True)
-        return {name: rank.returncode or 0 for name, rank in self.ranks.items()}
+        return {name: rank.returncode or 0 for name, rank in self.processes.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _end(self) -> None:
         deadline = time.monotonic() + CLOSE_S
@@ -260,12 +253,12 @@ class RankGroup:
         An exit takes precedence over a reported error, because the death of one rank causes errors in its peers.
         """
         self._check_alive(doing)
-        failed = next((rank for rank in self.ranks.values() if rank.fatal is not None), None)
+        failed = next((rank for rank in self.processes.values() if rank.fatal is not None), None)
         if failed is not None:
             self._raise_first_cause(failed, doing)
 
     def _check_alive(self, doing: str) -> None:
-        for rank in self.ranks.values():
+        for rank in self.processes.values():
             if rank not in self.running and rank.fatal is None and not (rank.stopping and rank.answer is not None):
                 raise RankDied(rank.name, rank.pid, rank.returncode or 0, doing, rank.last_output)
 
@@ -316,8 +309,7 @@ def _signals_deferred() -> Iterator[None]:
 
 def _free_prefix(names: Sequence[str]) -> str:
     """Returns a prefix for rank names: "" if no agent on this machine uses one of the names, otherwise a random one."""
-    found = discover()
-    taken = {endpoint.name for endpoint in (*found.live, *found.stopped)}
+    taken = {each.name for each in discover().live if each.path is not None and agent_pid(each.path) is not None}
     return "" if taken.isdisjoint(names) else f"b{secrets.randbelow(9000) + 1000}-"
 
 
@@ -326,14 +318,17 @@ def _short_temporary_directory() -> str:
     return configured if len(os.fsencode(configured)) <= _MAX_TMP_BYTES else "/tmp"
 
 
-def _remove_admin_socket(name: str) -> None:
-    """Removes the admin socket that a killed rank left, unless another process has locked the name since."""
-    lock = socket_dir() / f"{name}{LOCK_SUFFIX}"
+def _remove_leftovers(name: str) -> None:
+    """Removes sockets and regions that a killed rank left, unless another process has locked the name since."""
+    directory = socket_dir()
+    lock = directory / f"{name}{LOCK_SUFFIX}"
     with contextlib.suppress(OSError):
-        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            socket_path(name).unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)
+            former = directory.glob(f"{name}{ENDED_SUFFIX}-*{SOCKET_SUFFIX}")
+            regions = region_directory(directory).glob(f"{name}.*")  # the observer forgets a rank without its region
+            for path in (socket_path(name), *former, *regions, lock):
+                path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)

@@ -14,8 +14,8 @@ from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.observer.room_records import FoldedRoom
 from kvctl_agent.paths.peer_connection import PeerConnection
-from kvctl_agent.telemetry.room_records import RoomRecord
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 MAX_SAMPLED_ROOMS = 64
@@ -72,7 +72,7 @@ def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) ->
     return samples
 
 
-def hidden(find: Callable[[int], Sequence[RoomRecord]], rooms: Mapping[int, int]) -> list[list[int]]:
+def hidden(find: Callable[[int], Sequence[FoldedRoom]], rooms: Mapping[int, int]) -> list[list[int]]:
     """Returns how much of each room's transfer overlapped with its computation, on a prefill rank.
 
     Args:
@@ -91,7 +91,7 @@ def hidden(find: Callable[[int], Sequence[RoomRecord]], rooms: Mapping[int, int]
     return rows
 
 
-def shown_parts(records: Iterable[RoomRecord]) -> list[ShownPart]:
+def shown_parts(records: Iterable[FoldedRoom]) -> list[ShownPart]:
     """Returns the parts in the records of one room with their stage times, in the order in which they first appear."""
     parts: dict[tuple[int | None, int | None, str | None, tuple[int, int]], ShownPart] = {}
     for event in (event for record in records for event in record.events):
@@ -160,46 +160,6 @@ def gpu(device: Device) -> Gpu:
     return Gpu(
         name=str(described["name"]), driver=version[0] if version else "", cuda=str(described.get("driver_cuda", ""))
     )
-
-
-_MIN_INTERVAL_NS = 5_000_000  # between samples while the rank is busy
-_IDLE_INTERVAL_NS = 20_000_000  # between samples while the rank waits
-_MAX_SAMPLES = 1024
-
-
-class Samples:
-    """Samples a value periodically, such as the fill level of the staging ring.
-
-    So that the cost of sampling is not measurable, the rank samples between other work and at most every 5 ms. Whenever
-    `_MAX_SAMPLES` is reached, every second sample is dropped and the interval is doubled.
-
-    Attributes:
-        taken: samples as [monotonic ns, value], at most `_MAX_SAMPLES`.
-    """
-
-    def __init__(self, read: Callable[[], int] | None) -> None:
-        """Samples the value that `read` returns; None: takes no samples."""
-        self._read = read
-        self._every = 1
-        self._last_ns: int | None = None
-        self.taken: list[list[int]] = []
-
-    @property
-    def next_ns(self) -> int | None:
-        """Time at which an idle rank should take the next sample; None if no samples are taken."""
-        return None if self._read is None or self._last_ns is None else self._last_ns + self._every * _IDLE_INTERVAL_NS
-
-    def look(self, now_ns: int) -> None:
-        """Takes a sample, unless the previous sample is too recent."""
-        if self._read is None or (
-            self._last_ns is not None and now_ns < self._last_ns + self._every * _MIN_INTERVAL_NS
-        ):
-            return
-        self._last_ns = now_ns
-        self.taken.append([now_ns, self._read()])
-        if len(self.taken) >= _MAX_SAMPLES:
-            del self.taken[1::2]
-            self._every *= 2
 
 
 _DEVICE_BYTES = 256 << 20  # larger than a GPU's caches

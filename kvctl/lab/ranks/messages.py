@@ -1,12 +1,13 @@
 """Messages between a parent process and its rank processes.
 
-A rank belongs to one of two kinds of fleet, chosen by `Start.live`:
+Every rank obeys the same commands. `Connect`, `Measure`, `Prepare`, `Run`, `Verify` and `Stop` have one answer each,
+and the parent sends the next one after it. `Open`, `Abort`, `SetFault` and `Tell` have none and may come at any time.
+Rooms are moved in one of two ways:
 
-- In a batch fleet (`kvctl bench`, `tune`) the parent leads all ranks through phases. In each phase it sends one command
-  to a rank and waits for one answer: Start, Floors, Prepare, MeasureLoop, Run, Verify, Stop. During Run the ranks open
-  and send the rooms of a batch by themselves; the parent is not involved.
-- In a live fleet (`kvctl demo`) the parent opens rooms one by one at any time: OpenRoom, SendRoom, Abort, SetFault,
-  Tell. These commands have no answers; the ranks send the reports Serving, Ended, Released, Usage and FaultState.
+- `kvctl bench` and `tune` prepare a batch of rooms and let the ranks run it: during Run the ranks open and send its
+  rooms by themselves, because a message per room would take longer than the transfer of a small one.
+- `kvctl demo` opens rooms one by one, at any time, on ranks that may be killed and restarted meanwhile; the ranks send
+  the reports Ended and Released.
 
 The channel carries lines of JSON: `{"do": <command name>, "args": {...}}` from the parent to a rank, a `Message` from a
 rank to the parent. End of file means that the other process is gone; a rank then closes its agent and exits.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict, get_args
 
 from kvctl.lab.ranks.busy_loop import LoopTimes
-from kvctl.lab.ranks.plan import PlannedShape
+from kvctl.lab.ranks.plan import PlannedRoom, PlannedShape
 from kvctl.lab.ranks.request import FloorKind, Role, Sizes
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.contract.snapshots import Failure
@@ -60,12 +61,14 @@ class LineBuffer:
         return lines
 
 
-# ---- parent → rank, both kinds of fleet -----------------------------------------------------------------------------
+# ---- parent → rank --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """First command to a rank: its identity, the model shape, its pool and the configuration of its agent.
+
+    The rank sends `Serving` once it can serve, and again whenever the set of reachable instances changes.
 
     Args:
         fleet_dir: private directory of the fleet.
@@ -78,14 +81,12 @@ class Start:
         state_slots: number of pages in the pool for each KV group, and of items for each state component, by name.
         seed: seed of the test pattern and of all random choices.
         config: configuration of the agent.
-        timeout_s: time to wait for the peers.
         faulty: whether to build the agent with fault injection.
         device: GPU number, or HOST for a pool in host memory.
         compute: one of `request.COMPUTES`.
-        live: whether the rank belongs to a live fleet. Such a rank does not answer Start; it sends `Serving` once it
-            can serve, and again whenever the set of reachable instances changes.
-        faults: specs of the faults in force from the start; live ranks only.
-        verify: whether to compare received rooms and to watch free pages for stray writes; live ranks only.
+        faults: specs of the faults in force from the start.
+        verify: whether to compare each room that was opened by itself, and to watch free pages for stray writes; all
+            pages are poisoned for that.
         page_size: tokens per page of the rank's pool.
         transfer_page: tokens of a transfer page; 0: `page_size`.
         state_page_size: tokens of a page of state of the kinds "window" and "pages"; 0: `page_size`.
@@ -109,13 +110,11 @@ class Start:
     aux_slots: int
     seed: int
     config: dict[str, str | int | float | bool] = field(default_factory=dict)
-    timeout_s: float = 60.0
     faulty: bool = False
     device: int = HOST
     compute: str = "sleep"
-    live: bool = False
     faults: str = ""
-    verify: bool = True
+    verify: bool = False
     transfer_page: int = 0
     state_page_size: int = 0
     kv_layout: str = "nhd"
@@ -128,15 +127,25 @@ class Stop:
     do: ClassVar[str] = "stop"
 
 
-# ---- parent → rank, batch fleets ------------------------------------------------------------------------------------
+def planned_room(planned: PlannedRoom, index: int, number: int) -> Room:
+    """Returns a planned room with its position in the load and its bootstrap_room."""
+    return Room(index, number, **{name: value for name, value in planned.items() if name != "bytes"})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Tells a rank to wait until it is connected to all its peers, for `timeout_s` at most; answered with `Ready`."""
+
+    do: ClassVar[str] = "connect"
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """One request of a load, as sent to the ranks.
+    """One request, as sent to the ranks.
 
     Args:
-        index: position of the room in the whole load; determines the test pattern of its pages.
+        index: position of the room in its load; determines the test pattern of its pages.
         number: the bootstrap_room.
         tokens: prompt length.
         prefix_tokens: length of the prefix that the decode side has cached.
@@ -159,11 +168,18 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Floors:
-    """Tells a prefill rank to measure a limit of transfer rates on this machine, while no other rank does anything."""
+class Measure:
+    """Tells a rank to measure something of this machine while no rooms are in flight.
 
-    do: ClassVar[str] = "floors"
-    kind: FloorKind
+    Args:
+        kind: a limit of transfer rates, answered with `FloorMeasured`, for which no other rank may do anything; or
+            "loop" for the speed of `BusyLoop`, answered with `LoopTimes`.
+        seconds: duration for kind "loop".
+    """
+
+    do: ClassVar[str] = "measure"
+    kind: FloorKind | Literal["loop"]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,26 +212,16 @@ class Run:
         layer_ms: simulated compute time of one layer for one chunk; a prefill rank computes one chunk at a time.
         decode_ms: simulated time of one decode step; the rooms of a decode rank are decoded together.
         show: index of the room whose parts `RunReport.waterfall` lists; -1 for none.
-        faults: specs of the faults in force during the run; only for ranks started with `faulty`.
         busy: whether the engine's thread runs `BusyLoop` between its calls, instead of waiting.
     """
 
     do: ClassVar[str] = "run"
     windows: tuple[int, ...]
-    timeout_s: float
+    timeout_s: float = 0.0
     layer_ms: float = 0.0
     decode_ms: float = 0.0
     show: int = -1
-    faults: tuple[str, ...] = ()
     busy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MeasureLoop:
-    """Tells a rank to run `BusyLoop` for `seconds` while no rooms are in flight; answered with `LoopTimes`."""
-
-    do: ClassVar[str] = "measure-loop"
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,33 +232,14 @@ class Verify:
     mode: str
 
 
-# ---- parent → rank, live fleets -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
-class OpenRoom:
-    """Tells a decode rank to receive a room.
+class Open:
+    """Tells a rank to open one room; a decode rank receives it, a prefill rank computes and sends it.
+
+    The other arguments are for prefill ranks.
 
     Args:
-        room: the bootstrap_room, used once per fleet.
-        index: determines the test pattern of the room's pages.
-        prefix_tokens: length of the prefix that the decode side has cached.
-        instance: number of the prefill instance that sends the room.
-    """
-
-    do: ClassVar[str] = "open"
-    room: int
-    index: int
-    tokens: int
-    prefix_tokens: int
-    instance: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendRoom:
-    """Tells a prefill rank to compute and send a room; the first four fields are as in `OpenRoom`.
-
-    Args:
+        room: the room, whose number is used once per fleet.
         chunks: number of forwards that compute the room's pages.
         groups: number of layer groups in which each forward is sent; 1: all layers together.
         gap_s: time between two forwards.
@@ -260,11 +247,8 @@ class SendRoom:
         hangs: whether the last forward never ends, so that the room waits until a deadline or an abort.
     """
 
-    do: ClassVar[str] = "send"
-    room: int
-    index: int
-    tokens: int
-    prefix_tokens: int
+    do: ClassVar[str] = "open"
+    room: Room
     chunks: int = 1
     groups: int = 1
     gap_s: float = 0.0
@@ -309,7 +293,7 @@ class Tell:
     sweep: bool = False
 
 
-Command = Start | Stop | Floors | Prepare | MeasureLoop | Run | Verify | OpenRoom | SendRoom | Abort | SetFault | Tell
+Command = Start | Connect | Measure | Prepare | Run | Verify | Open | Abort | SetFault | Tell | Stop
 COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in get_args(Command)}
 
 
@@ -320,7 +304,7 @@ class Message(TypedDict):
     """One message from a rank to its parent.
 
     Kind "answer" answers a command; "progress" says in `data["doing"]` what the rank is doing; "fatal" reports the
-    error with which the rank exits. The other kinds are reports of live ranks.
+    error with which the rank exits. The other kinds are reports.
     """
 
     kind: Literal["answer", "progress", "fatal", "serving", "ended", "released", "usage", "faults"]
@@ -343,7 +327,7 @@ class Gpu(TypedDict):
 
 
 class Ready(TypedDict):
-    """Answer of a batch rank to `Start`, sent once it is connected to all its peers."""
+    """Answer to `Connect`."""
 
     pool_bytes: int
     ring_bytes: int
@@ -354,7 +338,7 @@ class Ready(TypedDict):
 
 
 class FloorMeasured(TypedDict):
-    """Answer to `Floors`: a rate in GB/s (1e9 bytes per second); None if it cannot be measured on this rank."""
+    """Answer to `Measure`: a rate in GB/s (1e9 bytes per second); None if it cannot be measured on this rank."""
 
     gb_per_s: float | None
 
@@ -374,14 +358,6 @@ class ShownPart(TypedDict):
     moments: dict[str, int]
 
 
-class FaultReport(TypedDict):
-    """Effects of injected faults on a rank during a run."""
-
-    explained: list[list[Any]]  # [index, "aborted" or "fault"] of failed rooms whose cause is one of the faults
-    struck: dict[str, int]  # how often each kind of fault fired
-    left: list[str]  # descriptions of resources still held although all rooms have ended
-
-
 class RunReport(TypedDict):
     """Answer to `Run`. Times are monotonic nanoseconds, comparable between the ranks of one machine.
 
@@ -394,7 +370,6 @@ class RunReport(TypedDict):
     rooms: list[list[int]]
     hidden: list[list[int]]  # prefill, bounded sample: [room index, ns of transfer before forward done, ns after]
     waterfall: list[ShownPart]
-    ring_samples: list[list[int]]  # decode: [ns, bytes in use], bounded
     failures: list[list[Any]]  # [index, text]
     held: list[int]  # indices of rooms whose pages may still be written to: no further run is possible
     counters: dict[str, dict[str, float]]  # metric name → label value ("" without labels) → growth during the run
@@ -402,7 +377,6 @@ class RunReport(TypedDict):
     ring_high_water_bytes: int
     cpu_ns: int
     peak_rss_bytes: int
-    faults: NotRequired[FaultReport]  # if any were in force
     loop: NotRequired[LoopTimes]  # if the engine's thread was busy
     # Prefill computing on a GPU: [index, ns of the room's forward without transfers], as `compute` in `rooms`; measured
     # before the run for each prompt length.

@@ -55,14 +55,11 @@ def plan(request: PlanRequest) -> Plan:
     return made
 
 
-def rank_start(
-    plan: Plan, request: PlanRequest, rank: PlannedRank, name: str, directory: str | Path, timeout_s: float
-) -> Start:
+def rank_start(plan: Plan, request: PlanRequest, rank: PlannedRank, name: str, directory: str | Path) -> Start:
     """Builds the Start command of a planned rank.
 
     Args:
         directory: the fleet's private directory, which contains the registry socket of each prefill instance.
-        timeout_s: maximum time that the rank waits for its peers.
     """
     return Start(
         name=name,
@@ -81,8 +78,6 @@ def rank_start(
         aux_slots=plan["aux_slots"],
         seed=request.seed,
         config=plan["config"],
-        timeout_s=timeout_s,
-        faulty=bool(request.faults),
         device=rank["device"],
         compute=plan["compute"],
         transfer_page=plan["transfer_page"],
@@ -104,7 +99,7 @@ def _require_engine(transport: str) -> None:
     if transport == "mooncake":
         # The package may lack the engine, and the engine may lack a library, which only an import shows. The import
         # leaves threads, descriptors and signal handlers behind, so it runs in a separate process (0.3 s).
-        command = [sys.executable, "-c", _IMPORT_MOONCAKE]
+        command = [sys.executable, "-P", "-c", _IMPORT_MOONCAKE]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_S)
         except subprocess.TimeoutExpired as error:

@@ -19,7 +19,7 @@ import orjson
 
 from kvctl.lab.ranks.messages import Command, LineBuffer, LineTooLong, Message, Stop
 
-PROGRAM = (sys.executable, "-m", "kvctl.lab.ranks")
+PROGRAM = (sys.executable, "-P", "-m", "kvctl.lab.ranks")
 """Command line of a rank process, without its options."""
 
 _TAIL_BYTES = 16 << 10

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import Field, fields
 from math import gcd, lcm
+from typing import Any
 
 from kvctl.lab.ranks.geometry import model_shape, resolve_shape, side_of
 from kvctl.lab.ranks.plan import Plan, PlannedRank, PlannedShape, PlannedShare
 from kvctl.lab.ranks.request import (
-    COMPUTES,
-    DEVICES,
-    KV_LAYOUTS,
-    PAGE_ORDERS,
     PIPELINES,
     STAGED_PATHS,
     PlanRequest,
@@ -51,7 +49,7 @@ def make_plan(request: PlanRequest) -> Plan:
     _check_numbers(request)
     placement = place(request)
     shape = resolve_shape(request)
-    chunk_tokens = _chunk_tokens(request)
+    chunk_tokens = request.chunk_tokens or _default("chunk_tokens")
     _check_groups(request, shape, chunk_tokens)
     inputs = _instance_inputs(request, model_shape(shape, request.page_tokens("prefill")), chunk_tokens)
     volume = TransferVolume(inputs, shape, request.kv_layouts)
@@ -196,10 +194,16 @@ def _stripe(inputs: PlanInputs, reader: int) -> list[int] | None:
     return [rank * tokens, (rank + 1) * tokens, ranks * tokens] if ranks > 1 else None
 
 
+def _default(key: str) -> int:
+    """Returns the default of one of the agents' configuration keys."""
+    value = KEYS_BY_NAME[key].default
+    assert isinstance(value, int)
+    return value
+
+
 def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[LoadNeeds]) -> list[str]:
     """Returns a note if layer groups were requested but every prompt is shorter than `pipeline_min_tokens`."""
-    threshold = KEYS_BY_NAME["pipeline_min_tokens"].default
-    assert isinstance(threshold, int)
+    threshold = _default("pipeline_min_tokens")
     longest = max(need.longest[0] for need in needs)
     if longest >= threshold or not {"on", "measured"} & set(pipelines):
         return []
@@ -238,34 +242,40 @@ def _check_numbers(request: PlanRequest) -> None:
             check_size("--tokens", tokens)
         if load.tokens.low > load.tokens.high:
             raise ConfigError(f"--tokens {load.tokens.text}: the range ends before it begins")
-    choose("--device", request.device, DEVICES)
-    choose("--compute", request.compute, COMPUTES)
+    for field in fields(request):
+        _check_option(field, getattr(request, field.name))
     if request.compute == "gpu" and request.device != "cuda":
         raise ConfigError("--compute gpu: a forward is computed beside the pools; give --device cuda")
-    for option, value in (
-        ("--rooms", request.rooms),
-        ("--ring-mb", request.ring_mb),
-        ("--direct-sms", request.direct_sms),
-    ):
-        if value is not None:
-            check_size(option, value)
+    if request.rooms is not None:
+        check_size("--rooms", request.rooms)
     if not 0 <= request.prefix_hit < 1:
         raise ConfigError(f"--prefix-hit {request.prefix_hit}: it must be at least 0 and below 1")
-    for option, number in (
-        ("--rate", request.rate),
-        ("--layer-ms", request.layer_ms),
-        ("--decode-ms", request.decode_ms),
-    ):
-        if not 0 <= number < float("inf"):
-            raise ConfigError(f"{option} {number}: it must be 0 or more")
+    if not 0 <= request.rate < float("inf"):
+        raise ConfigError(f"--rate {request.rate}: it must be 0 or more")
     choose("--transport", request.transport, KEYS_BY_NAME["transport"].choices)
-    choose("--page-order", request.page_order, PAGE_ORDERS)
     choose("--cp-mode", request.cp_mode, KEYS_BY_NAME["cp_mode"].choices)
-    for layout in request.kv_layouts:
-        choose("--kv-layout", layout, KV_LAYOUTS)
     _check_pages(request)
     for index, each in enumerate(request.requests):
         _check_request(index, each, request)
+
+
+def _check_option(field: Field[Any], value: Any) -> None:
+    """Checks the value of a field as far as `request.option` declares what is allowed.
+
+    Raises:
+        ConfigError, LayoutError: the value is not allowed.
+    """
+    declared = field.metadata
+    if not declared or value is None:
+        return
+    name, least = f"--{declared.get('flag') or field.name.replace('_', '-')}", declared.get("least", 1)
+    for each in value if isinstance(value, tuple) else [value]:
+        if "choices" in declared:
+            choose(name, each, declared["choices"])
+        elif isinstance(each, int):
+            check_size(name, each, least)
+        elif isinstance(each, float) and not least <= each < float("inf"):
+            raise ConfigError(f"{name} {each}: it must be {least} or more")
 
 
 def _check_pages(request: PlanRequest) -> None:
@@ -274,8 +284,7 @@ def _check_pages(request: PlanRequest) -> None:
     Raises:
         LayoutError: they cannot; the message has sizes that can.
     """
-    check_size("page_size", request.page_size)
-    prefill, decode = (check_size(f"--{role}-page-size", request.page_tokens(role)) for role in ("prefill", "decode"))
+    prefill, decode = request.page_tokens("prefill"), request.page_tokens("decode")
     small, large = sorted((prefill, decode))
     if large % small:
         option = "--prefill-page-size" if prefill == large else "--decode-page-size"
@@ -283,7 +292,7 @@ def _check_pages(request: PlanRequest) -> None:
             f"--prefill-page-size {prefill} and --decode-page-size {decode}: the smaller page must divide the larger, "
             f"and {large} % {small} = {large % small}; give {option} {large // small * small}"
         )
-    run = check_size("--cp-interleave", request.cp_interleave)
+    run = request.cp_interleave
     if request.decode.cp > 1 and (decode % run or max(prefill, run) % min(prefill, run)):
         raise LayoutError(
             f"--cp-interleave {run}: it must divide a decode page of {decode} tokens, and divide a prefill page of "
@@ -332,14 +341,6 @@ def _check_request(index: int, asked: Request, request: PlanRequest) -> None:
             raise LayoutError(f"it arrives at {asked.arrival_ms} ms")
     except LayoutError as error:
         raise LayoutError(f"request {index}: {error}") from None
-
-
-def _chunk_tokens(request: PlanRequest) -> int:
-    tokens = KEYS_BY_NAME["chunk_tokens"].default
-    assert isinstance(tokens, int)
-    if request.chunk_tokens is not None:
-        tokens = check_size("--chunk-tokens", request.chunk_tokens)
-    return tokens
 
 
 def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int) -> tuple[PlanInputs, ...]:
@@ -422,7 +423,6 @@ def _paths(request: PlanRequest, volume: TransferVolume) -> tuple[str, ...]:
     split = next((each for each in every if not each[1].whole_rows), None)
     unlike = next((each for each in every if not whole_pages(volume.runs(*each))), None)
     for path in request.paths:
-        choose("--path", path, KEYS_BY_NAME["path"].choices)
         if path == DIRECT and request.device != "cuda":
             raise ConfigError("--path direct: a GPU's kernel writes into the decode rank's pool; give --device cuda")
         if path == BULK and split is not None:

@@ -30,6 +30,7 @@ from kvctl.lab.ranks.messages import (
     COMMANDS,
     FLEET_PREFIX,
     Command,
+    Connect,
     Fatal,
     LineBuffer,
     LineTooLong,
@@ -204,29 +205,20 @@ class _Server:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _next(self) -> Any:
-        """Waits for the next item of the inbox and polls the worker meanwhile."""
-        while True:
-            wait_s = self._worker.poll() if self._worker is not None else None
-            try:
-                return self._inbox.get(timeout=wait_s)
-            except queue.Empty:
-                continue
+        return self._worker.next() if self._worker is not None else self._inbox.get()
 
     def _handle(self, item: Any) -> None:
         if item is None:
             raise Abandoned("the parent hung up")
         if isinstance(item, RemoteProtocolError):
             raise item
-        answer: Mapping[str, Any] | None
         if isinstance(item, Start):
             self._directory = Path(item.fleet_dir)
             self._worker = Worker(item, self._inbox, self._channel.send)
-            answer = self._worker.begin()
+            self._worker.begin()
         elif self._worker is None:
             raise LocalProtocolError(f"{item.do} before start")
         else:
-            answer = self._worker.handle(item)
-        if answer is not None:
-            self._channel.send("answer", answer)
-        if isinstance(item, Start):
+            self._worker.handle(item)
+        if isinstance(item, Start | Connect):
             gc.freeze()  # as engines do after startup: objects that exist now live long and need not be traversed again

@@ -1,11 +1,12 @@
 """The synthetic worker of a rank process: its pool, its agent, and the handlers of the parent's commands.
 
-A rank of a batch fleet drives all rooms of a prepared batch during one Run command. A rank of a live fleet opens rooms
-one by one as commands arrive. All of this code runs on the main thread of the process.
+All of this code runs on the main thread of the process. The thread waits for the next command or state change of a room
+and does the work that is due meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping
@@ -13,29 +14,24 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvctl.lab.faults.agent import faulty_agent
-from kvctl.lab.faults.batch_faults import BatchFaults
 from kvctl.lab.faults.injector import FaultInjector
-from kvctl.lab.faults.specification import parse_fault, parse_faults
+from kvctl.lab.faults.specification import parse_faults
 from kvctl.lab.ranks import measure
-from kvctl.lab.ranks.batch_run import DecodeRun, PrefillRun
 from kvctl.lab.ranks.busy_loop import measure_idle
 from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
 from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.gpu_engine import GpuEngine, layer_work
-from kvctl.lab.ranks.live_rooms import LiveRooms
 from kvctl.lab.ranks.messages import (
     Abort,
+    Connect,
     FaultState,
     FloorMeasured,
-    Floors,
-    MeasureLoop,
-    OpenRoom,
+    Measure,
+    Open,
     Prepare,
     Ready,
     Room,
     Run,
-    RunReport,
-    SendRoom,
     Serving,
     SetFault,
     Start,
@@ -44,11 +40,12 @@ from kvctl.lab.ranks.messages import (
     Verify,
     VerifyReport,
 )
+from kvctl.lab.ranks.rooms import DecodeRooms, PrefillRooms
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.layout.chunks import chunk_pages
+from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.calibration import memcpy_gb_per_s
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle
@@ -58,6 +55,7 @@ CLEAR = "clear"
 
 CLOSE_TIMEOUT_S = 3.0
 _PROGRESS_INTERVAL_S = 1.0
+_IDLE_S = 0.5
 _PEER_POLL_S = 0.02  # while peers are missing
 
 SendMessage = Callable[[str, Mapping[str, Any]], None]
@@ -77,30 +75,29 @@ class Worker:
 
     Attributes:
         at: position of the rank in its instance.
-        changes: queue of the rooms' state changes that the rank acts on, in the order in which they occurred; the
-            server's inbox in a live fleet.
+        inbox: queue of the parent's commands and of the rooms' state changes that the rank acts on, in the order in
+            which they occurred.
+        send: sends a message to the parent.
         path, pipeline: transfer path and pipeline mode of the prepared batch.
-        gpu: engine that computes prompts on a GPU; None: computation is simulated by sleeping.
-        held: indices of rooms whose pages may still be written to after the last run.
+        gpu: engine that computes prompts on a GPU; None: computation is simulated by waiting.
+        rooms: the rooms of the rank.
     """
 
     def __init__(self, start: Start, inbox: queue.SimpleQueue[Any], send: SendMessage) -> None:
         """Allocates the pool and builds the agent, without starting it.
 
         Args:
-            inbox: queue of the main loop, which receives the state changes of a live rank.
+            inbox: queue of the main loop.
             send: sends a message to the parent.
         """
         self.start = start
         self.at = own_coord(start)
-        self.changes: queue.SimpleQueue[Any] = inbox if start.live else queue.SimpleQueue()
+        self.inbox = inbox
+        self.send = send
         self.path, self.pipeline = "", "off"
         self.gpu: GpuEngine | None = None
-        self.held: list[int] = []
-        self._send = send
-        self._failed: set[int] = set()
         self._serving: list[int] | None = None
-        self._progress_at = 0.0
+        self._look_at = self._progress_at = 0.0
         self._report_progress("touching its KV pool")
         self._pool = allocate_pool(start)
         self.content = Content(self._pool, start)
@@ -109,61 +106,96 @@ class Worker:
         for fault in parse_faults(start.faults) if start.faults else ():
             self.faults.set(fault)
         make_agent: Callable[..., Agent] = partial(faulty_agent, self.faults) if start.faulty else Agent
-        side, decode = own_side(start), start.role == "decode"
-        self.agent = make_agent(
-            role=start.role,
-            rank=Rank(
-                **self.at._asdict(),
-                dp_size=side.dp,
-                pp_size=side.pp,
-                cp_size=side.cp,
-                tp_size=side.tp,
-                stages=side.stages,
-            ),
-            pool=self._pool,
-            name=start.name,
-            bootstrap=start.bootstraps if decode else (start.bootstraps[start.instance],),
-            model=model_shape(start.shape, start.state_page_size or start.page_size),
-            on_state=self._queue_change,
-            **start.config,
-        )
+        decode = start.role == "decode"
+        self.agent = build_agent(start, self._pool, make_agent, on_state=self._queue_change)
         if start.compute == "gpu" and not decode:
             self._report_progress("getting its GPU ready to compute")
             self.gpu = self._gpu_engine()
-        self._live = LiveRooms(start, self.agent, self.content, self.faults, send) if start.live else None
-        self._handlers: dict[type, Callable[[Any], Mapping[str, Any] | None]] = (
-            {
-                Floors: self._floors,
-                Prepare: self.prepare,
-                MeasureLoop: lambda command: measure_idle(command.seconds),
-                Run: self.run,
-                Verify: self.verify,
-            }
-            if self._live is None
-            else {
-                StateChange: self._live.changed,
-                OpenRoom: self._live.open,
-                SendRoom: self._live.open,
-                Abort: self._live.abort,
-                SetFault: self._set_fault,
-                Tell: self._report_usage,
-            }
-        )
+        self.rooms = (DecodeRooms if decode else PrefillRooms)(self)
+        if start.verify:
+            self.content.poison()
+        self._handlers: dict[type, Callable[[Any], Mapping[str, Any] | None]] = {
+            StateChange: self._change_state,
+            Connect: self._connect,
+            Measure: self._measure,
+            Prepare: self._prepare,
+            Run: self.rooms.run,
+            Verify: self._verify,
+            Open: self.rooms.open,
+            Abort: self.rooms.abort,
+            SetFault: self._set_fault,
+            Tell: self._report_usage,
+        }
 
-    def begin(self) -> Ready | None:
-        """Starts the agent; in a batch fleet, also waits until it is connected to all its peers.
+    def begin(self) -> None:
+        """Starts the agent."""
+        self.agent.start()
 
-        Returns:
-            The answer to Start; None in a live fleet, where Start has no answer.
+    def handle(self, item: Any) -> None:
+        """Handles a command or a state change; sends the answer if the command has one.
 
         Raises:
-            DeadlineExceeded: peers are missing after `Start.timeout_s`; the message names them.
+            DeadlineExceeded: peers are missing at the end of `Connect.timeout_s`; the message names them.
         """
-        self.agent.start()
-        if self._live is not None:
-            return None
+        answer = self._handlers[type(item)](item)
+        if answer is not None:
+            self.send("answer", answer)
+
+    def next(self) -> Any:
+        """Returns the next item of the inbox; does the work that is due meanwhile."""
+        while True:
+            wait_s = self._poll()
+            if (busy := self.rooms.busy) is not None:
+                until = time.monotonic() + wait_s
+                busy.iterate()
+                while self.inbox.empty() and time.monotonic() < until:
+                    busy.iterate()
+                wait_s = 0.0
+            with contextlib.suppress(queue.Empty):
+                return self.inbox.get(timeout=wait_s)
+
+    def _poll(self) -> float:
+        """Does the work that is due; returns the seconds after which more may be due."""
+        due_ns = self.rooms.poll()
+        now = time.monotonic()
+        if now >= self._look_at:
+            serving = self._instances()
+            if serving != self._serving and (serving or self._serving):
+                self._serving = serving
+                self.send("serving", Serving(instances=serving, incarnation=f"{self.agent.incarnation:016x}"))
+            wanted = len(self.start.bootstraps) if self.start.role == "decode" else 1
+            self._look_at = now + (_IDLE_S if len(serving) >= wanted else _PEER_POLL_S)
+        if now - self._progress_at >= _PROGRESS_INTERVAL_S:
+            self._progress_at = now
+            if missing := self.agent.waiting_for():
+                self._report_progress(missing)
+        wait_s = self._look_at - now
+        return wait_s if due_ns is None else max(0.0, min(wait_s, (due_ns - time.monotonic_ns()) / 1e9))
+
+    def close(self) -> None:
+        """Closes the agent, then the pool, to which the agent can no longer write."""
+        self.agent.close(CLOSE_TIMEOUT_S)
+        self._pool.close()
+
+    def _queue_change(self, handle: Handle, state: RoomState) -> None:
+        """Queues a state change of a room; called on the agent's control thread.
+
+        A change on which the rank does not act would only wake the main thread, which then has the interpreter while
+        the agent needs it.
+        """
+        if state.finished or (state is RoomState.WAITING_FOR_INPUT and self.start.role == "prefill"):
+            self.inbox.put(StateChange(handle, state, time.monotonic_ns()))
+
+    # ---- handlers ---------------------------------------------------------------------------------------------------
+
+    def _change_state(self, change: StateChange) -> None:
+        self.rooms.changed(change)
+        if change.state.finished and self.rooms.batch is None:
+            self._look_at = 0.0  # it may have failed with the loss of an instance
+
+    def _connect(self, command: Connect) -> Ready:
         self._report_progress("waiting for its peers")
-        self.agent.wait_ready(self.start.timeout_s)
+        self.agent.wait_ready(command.timeout_s)
         staging = self.agent.observe.staging()
         ring, buffers = staging["ring"], staging["buffers"]
         ready = Ready(
@@ -177,61 +209,11 @@ class Worker:
             ready["gpu"] = measure.gpu(self._pool.device)
         return ready
 
-    def handle(self, item: Any) -> Mapping[str, Any] | None:
-        """Handles a command or a state change; returns the answer to the command, or None if it has no answer.
-
-        Raises:
-            LocalProtocolError: the command belongs to the other kind of fleet.
-        """
-        handler = self._handlers.get(type(item))
-        if handler is None:
-            kind = "batch" if self._live is None else "live"
-            raise LocalProtocolError(f"{self.start.name} is a {kind} rank, which has no command {item.do}")
-        return handler(item)
-
-    def poll(self) -> float | None:
-        """Does the work of a live rank that is due and reports changes of the instances that it can reach.
-
-        Returns:
-            Seconds after which `poll` should be called again; None in a batch fleet, which needs no polling.
-        """
-        if self._live is None:
-            return None
-        wait_s = self._live.poll()
-        serving = self._instances()
-        if serving != self._serving and (serving or self._serving):
-            self._serving = serving
-            self._send("serving", Serving(instances=serving, incarnation=f"{self.agent.incarnation:016x}"))
-        now = time.monotonic()
-        if now - self._progress_at >= _PROGRESS_INTERVAL_S and (missing := self.agent.waiting_for()):
-            self._progress_at = now
-            self._report_progress(missing)
-        wanted = len(self.start.bootstraps) if self.start.role == "decode" else 1
-        return wait_s if len(self._serving or ()) >= wanted else min(wait_s, _PEER_POLL_S)
-
-    def close(self) -> None:
-        """Closes the agent, then the pool, to which the agent can no longer write."""
-        self.agent.close(CLOSE_TIMEOUT_S)
-        self._pool.close()
-
-    def _queue_change(self, handle: Handle, state: RoomState) -> None:
-        """Queues a state change of a room; called on the agent's control thread.
-
-        A change that a batch run does not act on would only wake the main thread, which then has the interpreter while
-        the agent needs it.
-        """
-        wanted = self.start.live or state.finished
-        if wanted or (state is RoomState.WAITING_FOR_INPUT and self.start.role == "prefill"):
-            self.changes.put(StateChange(handle, state, time.monotonic_ns()))
-
-    # ---- batch fleets -----------------------------------------------------------------------------------------------
-
-    def prepare(self, command: Prepare) -> Mapping[str, Any]:
+    def _prepare(self, command: Prepare) -> Mapping[str, Any]:
         """Allocates pages for those rooms of a batch in which this rank takes part, and sets up the pool's content.
 
         A prefill rank writes the test pattern; a decode rank fills its pool with poison if the command says so.
         """
-        self._failed.clear()
         self.content.take([room for room in command.rooms if self._owns(room)])
         self.path = command.path
         self.agent.set_path(command.path)
@@ -245,55 +227,11 @@ class Worker:
             self.content.poison()
         return {}
 
-    def run(self, command: Run) -> RunReport:
-        """Transfers the prepared rooms until all have ended or `Run.timeout_s` has passed; returns the measurements."""
-        before, cpu_before = measure.counters(self.agent.observe.metrics()), measure.cpu_ns()
-        deadline_ns = time.monotonic_ns() + round(command.timeout_s * 1e9)
-        faults = tuple(map(parse_fault, command.faults))
-        in_force = BatchFaults(self.agent, self.start, self.faults, faults) if faults and self.start.faulty else None
-        kind = PrefillRun if self.start.role == "prefill" else DecodeRun
-        run = kind(self, command, in_force)
-        run.drive(deadline_ns)
-        cpu_ns = measure.cpu_ns() - cpu_before
-        rooms = self.content.rooms
-        self.held = run.held
-        self._failed = {number for number in rooms if rooms[number].index in run.failures}
-        staging = self.agent.observe.staging()
-        succeeded = {number: room.index for number, room in rooms.items() if number not in self._failed}
-        find = self.agent.telemetry.rooms.find
-        report = RunReport(
-            rooms=run.rows,
-            hidden=measure.hidden(find, succeeded),
-            waterfall=[
-                part
-                for number, index in succeeded.items()
-                if index == command.show
-                for part in measure.shown_parts(find(number))
-            ],
-            ring_samples=run.ring_samples,
-            failures=[[index, text] for index, text in run.failures.items()],
-            held=self.held,
-            counters=measure.growth(before, measure.counters(self.agent.observe.metrics())),
-            # Agents keep a limited number of rooms: the rooms of a long run that ended first may have been discarded.
-            stages=measure.stages(self.agent.observe.layers, [number for number in succeeded if find(number)]),
-            ring_high_water_bytes=staging["ring"]["high_water_bytes"] if staging["ring"] else 0,
-            cpu_ns=cpu_ns,
-            peak_rss_bytes=measure.peak_rss_bytes(),
-        )
-        if in_force is not None:
-            report["faults"] = in_force.end(run.failures)
-        if run.busy is not None:
-            report["loop"] = run.busy.times
-        if self.gpu is not None:
-            tokens = {room.index: room.tokens for room in rooms.values()}
-            report["compute_alone"] = [[row[0], self.gpu.alone_ns(tokens[row[0]])] for row in run.rows]
-        return report
-
-    def verify(self, command: Verify) -> VerifyReport:
+    def _verify(self, command: Verify) -> VerifyReport:
         """Compares a decode rank's pool with the expected content; returns an empty report on a prefill rank."""
         if self.start.role == "prefill":
             return VerifyReport(rooms=0, bytes=0, mismatches=[], bad_rooms=[])
-        return verify(self.content, command.mode, self._failed)
+        return verify(self.content, command.mode, self.rooms.failed)
 
     def _owns(self, room: Room) -> bool:
         """Whether this rank takes part in a room."""
@@ -301,8 +239,10 @@ class Worker:
             return room.decode_dp == self.at.dp
         return room.instance == self.start.instance and room.number % own_side(self.start).dp == self.at.dp
 
-    def _floors(self, command: Floors) -> FloorMeasured:
+    def _measure(self, command: Measure) -> Mapping[str, Any]:
         device = self._pool.device
+        if command.kind == "loop":
+            return measure_idle(command.seconds)
         if command.kind == "memcpy":
             rate = memcpy_gb_per_s(seconds=0.2)
             measure.forget_peak_rss()
@@ -326,8 +266,6 @@ class Worker:
             side.cp,
         )
 
-    # ---- live fleets ------------------------------------------------------------------------------------------------
-
     def _instances(self) -> list[int]:
         """Returns the prefill instances with which this rank can exchange rooms now."""
         if self.start.role == "prefill":
@@ -345,11 +283,10 @@ class Worker:
                     self.faults.set(fault, command.seconds)
         except ValueError as refused:
             error = str(refused)
-        self._send("faults", FaultState(active=self.faults.active(), counts=self.faults.counts(), error=error))
+        self.send("faults", FaultState(active=self.faults.active(), counts=self.faults.counts(), error=error))
 
     def _report_usage(self, command: Tell) -> None:
         """Sends a `Usage` report with all resources that could leak."""
-        assert self._live is not None
         stats = self.agent.stats()
         ring, buffers = stats["ring"], stats["buffers"]
         usage = Usage(
@@ -358,15 +295,36 @@ class Worker:
             rss_bytes=measure.rss_bytes(),
             fds=measure.open_files(),
             threads=measure.threads(),
-            rooms=len(self._live.handles),
+            rooms=len(self.rooms.handles),
             records=len(self.agent.machine.rooms),
             ring_bytes=ring["size_bytes"] if ring else 0,
             ring_used_bytes=ring["used_bytes"] if ring else 0,
             quarantined_bytes=stats["quarantined_bytes"],
             buffers_in_use=(buffers["pieces_used"] or 0) if buffers else 0,
-            strays=self._live.verifier.sweep() if command.sweep else [],
+            strays=self.rooms.verifier.sweep() if command.sweep else [],
         )
-        self._send("usage", usage)
+        self.send("usage", usage)
 
     def _report_progress(self, doing: str) -> None:
-        self._send("progress", {"doing": doing})
+        self.send("progress", {"doing": doing})
+
+
+def build_agent(start: Start, pool: KVPool, make_agent: Callable[..., Agent] = Agent, **more: Any) -> Agent:
+    """Builds the agent of a rank, without starting it.
+
+    Args:
+        make_agent: `Agent`, or a function that takes its arguments.
+        more: further arguments of `Agent`.
+    """
+    side = own_side(start)
+    sizes = {f"{name}_size": getattr(side, name) for name in ("dp", "pp", "cp", "tp")}
+    return make_agent(
+        role=start.role,
+        rank=Rank(**own_coord(start)._asdict(), **sizes, stages=side.stages),
+        pool=pool,
+        name=start.name,
+        bootstrap=start.bootstraps if start.role == "decode" else (start.bootstraps[start.instance],),
+        model=model_shape(start.shape, start.state_page_size or start.page_size),
+        **start.config,
+        **more,
+    )

@@ -20,7 +20,9 @@ def first_breach(path: Path) -> Breach | None:
         RecordingError: the recording cannot be read.
         RecordingVersionError: it was made by a build with other state machines.
     """
-    for agent in load(path):
+    with path.open("rb") as file:
+        agents = load(file)
+    for agent in agents:
         agent.check_versions()
         for segment in agent.segments():
             if (breach := play(segment.start, segment.inputs()).breach) is not None:

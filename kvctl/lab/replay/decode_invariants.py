@@ -9,25 +9,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvctl.lab.replay.formatting import rooms_of
-from kvctl.lab.replay.invariants import Violation
+from kvctl.lab.replay.invariants import ExpectedRoom, RoomPlan, Violation
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.plan import (
-    TransferSlice,
-    aux_writer,
-    keeper,
-    readers_of,
-    slices_to_reader,
-    state_slices_to_reader,
-    writer_cells,
-)
+from kvctl_agent.layout.plan import keeper, readers_of
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -120,7 +110,7 @@ class DecodeInvariants:
         if not any(isinstance(action, ev.StateChanged) and action.room == event.room for action in actions):
             return  # refused
         self._unknown.discard(event.room)
-        self._rooms[event.room] = _Room(event)
+        self._rooms[event.room] = _Room(event.room, event.nonce, opening=event)
         self.rooms_checked += 1
 
     def _received(self, event: ev.Received) -> None:
@@ -131,7 +121,8 @@ class DecodeInvariants:
                 self._peer_infos[name] = message.who
                 self._lost.discard(name)
             return
-        if name in self._lost or event.incarnation != self._incarnations.get(name):
+        known = name not in self._lost and event.incarnation == self._incarnations.get(name)
+        if not known or not isinstance(message, msg.RoomMessage):
             return
         match message:
             case msg.PartReady():
@@ -144,22 +135,15 @@ class DecodeInvariants:
                 region = self._ring.live.get(message.serial)
                 if region is not None and not region.scattering and region.room.peer == name:
                     self._ring.free(region)
-            case msg.TooLate():
-                region = self._ring.live.get(message.serial)
-                if region is not None and region.room.peer == name:
-                    region.revoking = False
-            case msg.RoomAccepted() | msg.RoomRefused() | msg.RoomDrained() | msg.ReadersDone() | msg.Ack():
-                room = self._rooms.get(message.room)
-                if room is not None and room.opening.nonce == message.nonce:
-                    self._answered(room, name, message)
-
-    def _answered(self, room: _Room, name: str, message: msg.RoomMessage) -> None:
+        room = self._rooms.get(message.room)
+        if room is None or room.nonce != message.nonce:
+            return
         match message:
             case msg.RoomAccepted():
                 room.accepted.add(name)
             case msg.ReadersDone():
                 room.awaited.discard(name)
-            case msg.Ack(of="room-done" | "room-failed") if room.done:
+            case msg.Ack(of="room-done" | "room-failed") if room.state is RoomState.SUCCESS:
                 room.acked.add(name)
             case msg.RoomRefused():
                 self._drained(room, name)
@@ -173,7 +157,7 @@ class DecodeInvariants:
         """
         room.drained.add(name)
         room.acked.add(name)
-        for region in self._ring.regions_of(RoomKey(name, room.opening.room, room.opening.nonce)):
+        for region in self._ring.regions_of(RoomKey(name, room.room, room.nonce)):
             if not region.scattering:
                 self._ring.free(region)
 
@@ -224,17 +208,17 @@ class DecodeInvariants:
     def _arrived(self, tag: Tag) -> None:
         """Records that a part has landed whose tag came from the transport or in a message."""
         room = self._rooms.get(tag.room)
-        if tag.incarnation != self._local.incarnation or room is None or room.opening.nonce != tag.nonce:
+        if tag.incarnation != self._local.incarnation or room is None or room.nonce != tag.nonce:
             return
         if tag.kind is not PartKind.KV:
-            room.missing_finals.discard((tag.kind, tag.key))
+            room.cover(tag.kind, tag.key)
             return
         if room.pages(tag.key) is None or tag.key.writer not in room.writers:
             return
         key = RoomKey(room.writers[tag.key.writer], tag.room, tag.nonce)
         region = next((each for each in self._ring.regions_of(key) if each.key == tag.key), None)
         if tag.serial == 0:
-            room.add_covered(tag.key)
+            room.cover(PartKind.KV, tag.key)
             if region is not None and not region.scattering:
                 self._ring.free(region)  # written on another path although it was granted
         elif region is not None and region.serial == tag.serial:
@@ -248,10 +232,10 @@ class DecodeInvariants:
             return
         self._ring.free(region)
         room = self._rooms.get(region.room.room)
-        if room is not None and room.opening.nonce == region.room.nonce:
+        if room is not None and room.nonce == region.room.nonce:
             room.scattering.discard(serial)
             if copied:
-                room.add_covered(region.key)
+                room.cover(PartKind.KV, region.key)
 
     # ---- actions --------------------------------------------------------------------------------------------------
 
@@ -263,12 +247,9 @@ class DecodeInvariants:
                 self._ring.set_watermark((message.round, message.tail, message.sequence))
             case msg.Heartbeat():
                 self._ring.set_watermark(message.watermark)
-            case msg.StagingRevoke():
-                if (region := self._ring.live.get(message.serial)) is not None:
-                    region.revoking = True
             case msg.RoomDone():
                 room = self._rooms.get(message.room)
-                if room is not None and room.opening.nonce == message.nonce and room.awaited:
+                if room is not None and room.nonce == message.nonce and room.awaited:
                     text = f"room {message.room} is reported to {name} as done before {min(room.awaited)} has said that"
                     raise Violation("success-with-a-gap", f"{text} its other decode ranks have it", message.room)
 
@@ -277,7 +258,7 @@ class DecodeInvariants:
         if message.room in self._unknown:
             self._ring.set_watermark(message.watermark)
             return
-        if room is None or room.opening.nonce != message.nonce or room.failed:
+        if room is None or room.nonce != message.nonce or room.failed:
             text = f"{name} gets grants for room {message.room}, which is not open"
             raise Violation("bad-grant", text, message.room)
         first = None if self._ring.live else message.grants[0].serial
@@ -307,7 +288,7 @@ class DecodeInvariants:
             raise violation(f"{region} is scattered as {action.key} of room {action.room}")
         region.scattering = True
         room = self._rooms.get(action.room)
-        if room is None or room.opening.nonce != action.nonce:
+        if room is None or room.nonce != action.nonce:
             return
         if room.released:
             raise violation(f"{region} is scattered into released pages")
@@ -320,38 +301,23 @@ class DecodeInvariants:
         room = self._rooms.get(action.room)
         if room is None:
             return
-        if room.failed or room.done:
-            text = f"room {action.room} has finished and becomes {action.state.label}"
-            raise Violation("state-after-end", text, action.room)
-        if action.state is RoomState.FAILED:
-            room.failed = True
+        room.change(action.state)
+        if room.failed:
             for name in room.writers.values():
-                for region in self._ring.regions_of(RoomKey(name, action.room, room.opening.nonce)):
+                for region in self._ring.regions_of(RoomKey(name, action.room, room.nonce)):
                     region.unread = not region.scattering
-        elif action.state is RoomState.SUCCESS:
-            if gap := room.gap():
-                raise Violation("success-with-a-gap", f"room {action.room} succeeds, but {gap}", action.room)
-            room.done = True
 
     def _released(self, number: int) -> None:
         room = self._rooms.get(number)
         if room is None:
             return
-
-        def violation(text: str) -> Violation:
-            return Violation("released-early", f"room {number} is released {text}", number)
-
-        if room.released:
-            raise violation("twice")
-        if not (room.done or room.failed):
-            raise violation("before it has finished")
-        if room.failed:
-            for name in room.writers.values():
-                if name not in room.drained:
-                    raise violation(f"while {name} may still write")
-                for region in self._ring.regions_of(RoomKey(name, number, room.opening.nonce)):
-                    raise violation(f"while {region} is in use")
-        room.released = True
+        room.release()
+        for name in room.writers.values() if room.failed else ():
+            if name not in room.drained:
+                text = f"room {number} is released while {name} may still write"
+                raise Violation("released-early", text, number)
+            for region in self._ring.regions_of(RoomKey(name, number, room.nonce)):
+                raise Violation("released-early", f"room {number} is released while {region} is in use", number)
 
     def _plan_opened(self, actions: Sequence[ev.Action]) -> None:
         """Plans rooms that `actions` open; a room is opened at all its prefill ranks at once."""
@@ -363,10 +329,14 @@ class DecodeInvariants:
             room = self._rooms.get(number)
             if room is None or room.writers:
                 continue
+            if not self._peer_infos.keys() >= set(names):
+                del self._rooms[number]  # a peer whose layout the recording does not have: nothing can be planned
+                self._unknown.add(number)
+                continue
             room.writers = {self._peer_infos[name].unique_rank: name for name in names}
             inputs = plan_with_peer(self._local, self._peer_infos[names[0]]).inputs
             if inputs is not None:
-                room.plan(inputs, self._local.unique_rank, self._local.coord.dp)
+                room.open(inputs, self._local.unique_rank, self._local.coord.dp)
 
     def _remove_finished(self, numbers: Iterable[int]) -> None:
         """Removes rooms that every rank has finished, and checks that the machine has removed them, too.
@@ -376,10 +346,10 @@ class DecodeInvariants:
         """
         for number in numbers:
             room = self._rooms.get(number)
-            if room is None or not room.released or (room.done and not room.acked.issuperset(room.writers.values())):
+            if room is None or not room.released or not (room.failed or room.acked.issuperset(room.writers.values())):
                 continue
             del self._rooms[number]
-            nonce = room.opening.nonce
+            nonce = room.nonce
             left = self._machine.rooms.get(number)
             table = self._machine.state.grant_table
             regions = [table.of_room(RoomKey(name, number, nonce)) for name in room.writers.values()]
@@ -387,91 +357,50 @@ class DecodeInvariants:
                 raise Violation("left-behind", f"room {number} is finished everywhere and is still stored", number)
 
 
-class _Room:
-    """Expected state of one room under one nonce; its coverage is computed independently of the machine."""
+@dataclass(slots=True, eq=False)
+class _Room(ExpectedRoom):
+    """A room of the rank, and what the messages of its prefill ranks have proven.
 
-    def __init__(self, opening: ev.OpenRoom) -> None:
-        self.opening = opening
-        self.tables: list[tuple[ev.Pages, int, int, int]] = []  # of each page table the pages, split, prefix and total
-        self.writers: dict[int, str] = {}  # ranks where it was opened, by unique rank
-        self.awaited: set[str] = set()  # those that have not said that its other decode ranks have it, if this keeps it
-        self.kept: set[str] = set()  # those that write nothing to it, if this keeps it
-        self.accepted: set[str] = set()
-        self.drained: set[str] = set()
-        self.acked: set[str] = set()
-        self.cells: dict[tuple[int, int, int], Chunk] = {}  # by (writer, chunk, page table)
-        self.planned: dict[tuple[int, int], int] = {}  # by (writer, chunk), as `covered`: a bit for each layer
-        self.covered: dict[tuple[int, int], int] = {}
-        self.slices: dict[int, list[TransferSlice]] = {}  # by writer
-        self.missing_finals: set[tuple[PartKind, PartKey]] = set()
-        self.scattering: set[int] = set()  # serials
-        self.failed = self.done = self.released = False
+    Attributes:
+        writers: the ranks where it was opened, by unique rank.
+        awaited: those that have not said that its other decode ranks have it, if this rank keeps it.
+        kept: those that write nothing to it, if this rank keeps it.
+        scattering: serials.
+    """
 
-    def plan(self, inputs: PlanInputs, reader: int, dp: int) -> None:
-        """Computes the parts that the writers must send to decode rank `reader`, and for which of them it waits."""
-        opening, room = self.opening, self.opening.room
-        if keeper(inputs, room, dp) == reader:
-            self.awaited = {
-                name for rank, name in self.writers.items() if readers_of(inputs, room, dp, rank) != {reader}
-            }
-            self.kept = {
-                name for rank, name in self.writers.items() if reader not in readers_of(inputs, room, dp, rank)
-            }
-        span = inputs.span(opening.prefix_pages, opening.total_pages, opening.tokens)
-        self.tables = [(opening.pages, inputs.decode_split, *span)]
-        for group, pages in zip(inputs.shape.groups, opening.groups, strict=True):
-            total = -(-opening.tokens // group.page_size)
-            self.tables.append((pages, 1, total - len(pages), total))
-        for part_slice in () if opening.prefill_only else slices_to_reader(inputs, room, reader):
-            writer = part_slice.writer
-            self.slices.setdefault(writer, []).append(part_slice)
-            _, _, prefix, total = self.tables[part_slice.table]
-            for cell in writer_cells(inputs, room, writer, reader, total, prefix, part_slice.table):
-                at = writer, cell.index
-                self.cells[*at, part_slice.table] = cell
-                self.planned[at] = self.planned.get(at, 0) | _bits(part_slice.layer_lo, part_slice.layer_hi)
-        if opening.aux_index >= 0:
-            self.missing_finals.add((PartKind.AUX, PartKey(aux_writer(inputs, room, reader), 0, 0, 0)))
-        components = [segment.index for segment in inputs.segments if segment.state]
-        wanted = {index for index, items in zip(components, opening.states, strict=False) if len(items)}
-        for part_slice in state_slices_to_reader(inputs, room, reader) if wanted else ():
-            if part_slice.segment in wanted:
-                key = PartKey(part_slice.writer, part_slice.segment, part_slice.layer_lo, part_slice.layer_hi)
-                self.missing_finals.add((PartKind.STATE, key))
+    opening: ev.OpenRoom = field(kw_only=True)
+    writers: dict[int, str] = field(default_factory=dict)
+    awaited: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
+    accepted: set[str] = field(default_factory=set)
+    drained: set[str] = field(default_factory=set)
+    acked: set[str] = field(default_factory=set)
+    scattering: set[int] = field(default_factory=set)
+
+    @property
+    def failed(self) -> bool:
+        return self.state is RoomState.FAILED
+
+    def open(self, inputs: PlanInputs, reader: int, dp: int) -> None:
+        """Plans the parts that the writers send to decode rank `reader`, and for which of them it waits."""
+        if keeper(inputs, self.room, dp) == reader:
+            readers = {rank: readers_of(inputs, self.room, dp, rank) for rank in self.writers}
+            self.awaited = {name for rank, name in self.writers.items() if readers[rank] != {reader}}
+            self.kept = {name for rank, name in self.writers.items() if reader not in readers[rank]}
+        self.plan = RoomPlan.of_call(inputs, self.opening, reader)
 
     def pages(self, key: PartKey) -> ev.Pages | None:
         """Returns this rank's pages for a part; None if no such part is planned."""
-        for part_slice in self.slices.get(key.writer, ()):
-            cell = self.cells.get((key.writer, key.chunk, part_slice.table))
-            if cell is not None and part_slice.layer_lo <= key.lo < key.hi <= part_slice.layer_hi:
-                pages, split, prefix, _ = self.tables[part_slice.table]
-                return cell.target(pages, split, prefix)
-        return None
-
-    def add_covered(self, key: PartKey) -> None:
-        """Records that the bytes of a part are in their pages."""
-        at = key.writer, key.chunk
-        self.covered[at] = self.covered.get(at, 0) | _bits(key.lo, key.hi)
+        planned = self.plan.find(PartKind.KV, key) if self.plan is not None else None
+        return planned.pages if planned is not None else None
 
     def gap(self) -> str:
         """Returns why the room must not succeed yet, such as missing layers; "" if nothing is missing."""
-        if not self.writers:
-            return "it was opened at no rank"
-        for (writer, chunk), planned in self.planned.items():
-            if missing := planned & ~self.covered.get((writer, chunk), 0):
-                lo, hi = (missing & -missing).bit_length() - 1, missing.bit_length()
-                return f"writer {writer} chunk {chunk} layers {layer_range(lo, hi)} are not in their pages"
-        for kind, key in sorted(self.missing_finals):
-            return f"{'the aux row' if kind is PartKind.AUX else 'state'} of writer {key.writer} has not arrived"
+        if gap := ExpectedRoom.gap(self):
+            return gap
         if silent := [name for name in self.writers.values() if name not in self.accepted | self.kept]:
             return f"{silent[0]} has not accepted it"
-        if self.scattering:
-            return f"serial {min(self.scattering)} is still being scattered"
-        return ""
-
-
-def _bits(lo: int, hi: int) -> int:
-    return (1 << hi) - (1 << lo)
+        return f"serial {min(self.scattering)} is still being scattered" if self.scattering else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -486,7 +415,6 @@ class _Region:
     round: int
     landed: bool = False
     scattering: bool = False
-    revoking: bool = False
     unread: bool = False  # the room failed: it may still be written, and will not be read
     writable: bool = False  # the watermark permits the write
 

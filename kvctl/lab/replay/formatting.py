@@ -31,18 +31,18 @@ def rooms_of(event: ev.Event, actions: Sequence[ev.Action] = ()) -> set[int]:
 def input_text(event: ev.Event) -> str:
     """Formats an input as one line, such as `from prefill-0: RoomAccepted room=12`."""
     if isinstance(event, ev.Received):
-        return f"from {event.peer}: {_struct(event.message)}"
-    return _struct(event)
+        return f"from {event.peer}: {fields_text(event.message)}"
+    return fields_text(event)
 
 
 def action_text(action: ev.Action) -> str:
     """Formats an action as one line, such as `to prefill-0: RoomOpen room=12`."""
     if isinstance(action, ev.Send):
-        return f"to {action.peer}: {_struct(action.message)}"
-    return _struct(action)
+        return f"to {action.peer}: {fields_text(action.message)}"
+    return fields_text(action)
 
 
-def _struct(value: msgspec.Struct) -> str:
+def fields_text(value: msgspec.Struct) -> str:
     """Formats the type of an event or message, and its fields that differ from their defaults."""
     fields = [
         f"{field.name}={_value(item)}"
@@ -73,7 +73,7 @@ def _value(value: Any) -> str:
         case list() | tuple():
             return f"[{_items(value)}]"
         case msgspec.Struct():
-            return f"({_struct(value)})"
+            return f"({fields_text(value)})"
         case dict():
             return str(value.get("text", f"{len(value)} fields"))
     return str(getattr(value, "label", value))

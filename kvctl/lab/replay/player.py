@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from kvctl.lab.replay.decode_invariants import DecodeInvariants
 from kvctl.lab.replay.formatting import action_text, input_text, rooms_of
@@ -12,8 +12,7 @@ from kvctl.lab.replay.invariants import INVARIANTS, Violation
 from kvctl.lab.replay.prefill_invariants import PrefillInvariants
 from kvctl.lab.replay.recordings import Input, Start
 from kvctl_agent.contract.choices import SLICE, STAGED
-from kvctl_agent.contract.snapshots import Role
-from kvctl_agent.errors import LocalProtocolError, RecordingError
+from kvctl_agent.errors import LocalProtocolError, RecordingError, RecordingVersionError
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import build
@@ -24,7 +23,7 @@ from kvctl_agent.protocol.messages import PeerInfo
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.recording import RAISED, REFUSED, outcome
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.room_records import RoomRecord
+from kvctl_agent.telemetry.null import NullTelemetry
 
 _HISTORY_INPUTS = 8  # number of inputs shown before a violation
 _REMEMBERED = 4096  # number of latest inputs in which they are searched
@@ -89,6 +88,8 @@ def play(
 ) -> Played:
     """Runs inputs through a state machine up to the first violation of an invariant.
 
+    An exception of the machine is a violation; an exception of the checks is raised.
+
     Args:
         start: state of the machine before the first input.
         inputs: the inputs in the recorded order.
@@ -111,24 +112,23 @@ def play(
         paths.following = list(reversed(item.paths))
         led_to: _Outcome
         try:
-            actions = led_to = machine.handle(item.event, item.now_ns)
-            recent.append((item, actions))
-            checker.check(item.event, item.now_ns, actions)
-        except LocalProtocolError:
-            led_to = REFUSED
+            try:
+                led_to = machine.handle(item.event, item.now_ns)
+            except LocalProtocolError:
+                led_to = REFUSED
+            except Exception as error:
+                recent.append((item, RAISED))
+                text = f"{type(error).__name__}: {error} (in {_function(error)})"
+                raise Violation("exception", text, min(rooms_of(item.event), default=None)) from error
             recent.append((item, led_to))
+            if not isinstance(led_to, str):
+                checker.check(item.event, item.now_ns, led_to)
         except Violation as error:
             breach = Breach(error.invariant, str(error), item, error.room, _story(recent, error.room))
             return Played(count, checker.rooms_checked, breach, diverged)
         except ReplayTimeout as error:
             error.position = f"input {item.number}: {input_text(item.event)}"
             raise
-        except Exception as error:
-            recent.append((item, RAISED))
-            room = min(rooms_of(item.event), default=None)
-            text = f"{type(error).__name__}: {error} (in {_function(error)})"
-            breach = Breach("exception", text, item, room, _story(recent, room))
-            return Played(count, checker.rooms_checked, breach, diverged)
         if diverged is None and item.outcome and (now := outcome(led_to)) != item.outcome:
             diverged = item, now
     return Played(count, checker.rooms_checked, None, diverged)
@@ -149,25 +149,6 @@ class _RecordedPaths:
         return self.following.pop() if self.following else SLICE
 
 
-class _NullTelemetry:
-    """Telemetry for a replayed machine: supplies the recorded wall clock and room records, and discards all else."""
-
-    def __init__(self, role: Role, clock_offset_ns: int) -> None:
-        self.metrics = self.recorder = self.rooms = self.transfers = self.clock = self
-        self._role = role
-        self._clock_offset_ns = clock_offset_ns
-
-    def wall_ns(self, moment_ns: int) -> int:
-        return moment_ns + self._clock_offset_ns
-
-    def open(self, room: int, nonce: int) -> RoomRecord:
-        return RoomRecord(room, nonce, self._role, 0, event_limit=0)
-
-    def _discard(self, *_: Any) -> None: ...
-
-    add = observe = record = part = finish = begin = arrived = cancel = _discard
-
-
 def _machine(start: Start, paths: _RecordedPaths) -> tuple[Machine, DecodeInvariants | PrefillInvariants]:
     """Builds the machine in its recorded state, and the checker of its invariants.
 
@@ -176,13 +157,15 @@ def _machine(start: Start, paths: _RecordedPaths) -> tuple[Machine, DecodeInvari
     """
     try:
         local, timing, state = build(start.checkpoint)
+        telemetry = cast(Telemetry, NullTelemetry(start.clock_offset_ns))
         if isinstance(state, DecodeState):
-            telemetry = cast(Telemetry, _NullTelemetry("decode", start.clock_offset_ns))
             decode = DecodeMachine(local, timing, telemetry, state)
             return decode, DecodeInvariants(decode)
-        telemetry = cast(Telemetry, _NullTelemetry("prefill", start.clock_offset_ns))
         prefill = PrefillMachine(local, timing, telemetry, paths.choose, paths.fallback, state=state)
         return prefill, PrefillInvariants(prefill)
+    except RecordingVersionError as error:
+        text = f"{start.checkpoint.local.name} was recorded by another build: {error}"
+        raise RecordingVersionError(f"{text}: replay it with the build that recorded it") from None
     except RecordingError:
         raise
     except Exception as error:

@@ -7,45 +7,46 @@ before the recording are not checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from kvctl.lab.replay.formatting import rooms_of
-from kvctl.lab.replay.invariants import Violation
+from kvctl.lab.replay.invariants import ExpectedTransfer, PartId, RoomPlan, Violation
 from kvctl_agent.contract.choices import STAGED
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
+from kvctl_agent.protocol.peer import plan_with_peer
 from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.ring import Position, may_write
-from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
+from kvctl_agent.protocol.tag import PartKey, RoomKey, Tag
 
 _Process = tuple[str, int]  # name and incarnation of a peer
-_PartId = tuple[PartKind, PartKey]
 _MakeViolation = Callable[[str, str], Violation]  # invariant, text
 
 
-class _OfRoom(Protocol):
-    @property
-    def room(self) -> int: ...
+@dataclass(slots=True, eq=False)
+class _Transfer(ExpectedTransfer):
+    """Expected state of the transfer of one room to one decode rank, from its acceptance on.
 
-    @property
-    def nonce(self) -> int: ...
+    Attributes:
+        plan: None for a rank that only keeps the room, or whose layout is unknown.
+        in_flight: serials of parts that a worker has.
+        grants: by the peer's incarnation and the serial.
+        revoked: serials.
+        recalled: the decode rank takes its pages back, and the room waits to be opened again.
+        done: RoomDone has arrived.
+    """
 
-
-class _Transfer:
-    """Expected state of the transfer of one room to one decode rank, from its acceptance on."""
-
-    def __init__(self) -> None:
-        self.sent_layers: dict[int, int] = {}  # by chunk, a bit for each layer
-        self.sent_finals: set[_PartId] = set()
-        self.in_flight: dict[_PartId, int] = {}  # serials of parts that a worker has
-        self.grants: dict[tuple[int, int], msg.Grant] = {}  # by the peer's incarnation and the serial
-        self.revoked: set[int] = set()  # serials
-        self.failed = self.released = self.drained = False
-        self.recalled = False  # the decode rank takes its pages back, and the room waits to be opened again
-        self.done = False  # whether RoomDone has arrived
-        self.peer_knows_failure = False
+    plan: RoomPlan | None = None
+    in_flight: dict[PartId, int] = field(default_factory=dict)
+    grants: dict[tuple[int, int], msg.Grant] = field(default_factory=dict)
+    revoked: set[int] = field(default_factory=set)
+    failed: bool = False
+    released: bool = False
+    drained: bool = False
+    recalled: bool = False
+    done: bool = False
+    peer_knows_failure: bool = False
 
 
 class PrefillInvariants:
@@ -65,9 +66,12 @@ class PrefillInvariants:
         self._released: set[int] = set()
         self._finished: set[int] = set()
         self._recalled: dict[int, set[str]] = {}  # by room: decode ranks that have recalled it and not opened it again
+        self._peer_infos: dict[_Process, msg.PeerInfo] = {}
         self._heard_ns: dict[_Process, int] = {}
         self._watermarks: dict[_Process, tuple[int, Position]] = {}  # sequence and position
         for name, peer in machine.peers.items():
+            if peer.info is not None:
+                self._peer_infos[name, peer.incarnation] = peer.info
             self._heard_ns[name, peer.incarnation] = peer.heard_ns
             self._watermarks[name, peer.incarnation] = (peer.gate.sequence, peer.gate.position)
 
@@ -123,6 +127,8 @@ class PrefillInvariants:
         process, message = (event.peer, event.incarnation), event.message
         self._heard_ns[process] = now_ns
         match message:
+            case msg.Hello():
+                self._peer_infos[process] = message.who
             case msg.RoomOpen() | msg.RoomKept():
                 key = RoomKey(event.peer, message.room, message.nonce)
                 acceptance: msg.Message = msg.RoomAccepted(message.room, message.nonce)
@@ -133,7 +139,7 @@ class PrefillInvariants:
                     for action in actions
                 )
                 if accepted and key not in self._transfers and message.room not in self._unknown:
-                    self._transfers[key] = _Transfer()
+                    self._transfers[key] = _Transfer(plan=self._plan(process, message))
                     self._by_room.setdefault(message.room, []).append(key)
                     self._recalled.get(message.room, set()).discard(event.peer)
                     self.rooms_checked += 1
@@ -167,9 +173,15 @@ class PrefillInvariants:
             return
         transfer.in_flight.pop((event.kind, event.key), None)
         if isinstance(event, ev.PartSent) and event.dropped:  # may be sent again, if its pages were recalled
-            transfer.sent_finals.discard((event.kind, event.key))
-            if event.kind is PartKind.KV:
-                transfer.sent_layers[event.key.chunk] &= ~((1 << event.key.hi) - (1 << event.key.lo))
+            transfer.undo(event.kind, event.key)
+
+    def _plan(self, process: _Process, message: msg.RoomOpen | msg.RoomKept) -> RoomPlan | None:
+        if isinstance(message, msg.RoomKept):
+            return None
+        if (info := self._peer_infos.get(process)) is None:
+            return None
+        inputs = plan_with_peer(self._machine.local, info).inputs
+        return RoomPlan.of_message(inputs, message, info.unique_rank) if inputs is not None else None
 
     # ---- actions --------------------------------------------------------------------------------------------------
 
@@ -184,16 +196,8 @@ class PrefillInvariants:
         transfer = self._transfer_of(order.peer, order)
         if transfer is None:
             raise violation("transfer-unasked", "is sent, and the room was not opened by that rank")
-        try:
-            tag = Tag.unpack(order.tag)
-        except RemoteProtocolError as error:
-            raise violation("transfer-unasked", f"is sent without a valid tag: {error}") from None
-        serial = order.grant.serial if order.grant is not None else 0
-        expected = (order.kind, order.room, order.nonce, serial, order.key)
-        if (tag.kind, tag.room, tag.nonce, tag.serial, tag.key) != expected:
-            raise violation("transfer-unasked", f"is sent with the tag of another part: {tag}")
-        if len(order.src_pages) != len(order.dst_pages):
-            raise violation("transfer-unasked", f"puts {len(order.src_pages)} pages into {len(order.dst_pages)}")
+        rank = self._machine.local.unique_rank
+        transfer.order(rank, order, transfer.plan, finished=order.room in self._finished)
         for ended, text in (
             (transfer.failed, "has failed"),
             (transfer.released, "was released"),
@@ -201,7 +205,7 @@ class PrefillInvariants:
         ):
             if ended:
                 raise violation("transfer-after-end", f"is sent after the room {text}")
-        process = (order.peer, tag.incarnation)
+        process = order.peer, Tag.unpack(order.tag).incarnation
         silent_ns = now_ns - self._heard_ns.get(process, -1 << 62)
         if silent_ns > self._timing.lease_ns:
             text = f"is sent {silent_ns / 1e9:.1f} s after the last message from that rank"
@@ -211,8 +215,7 @@ class PrefillInvariants:
             raise violation("transfer-ungranted", f"is sent on path {order.path} {with_grant} a grant")
         if order.grant is not None:
             self._check_grant(order.grant, transfer, process, violation)
-        self._check_sent_once(order, transfer, violation)
-        transfer.in_flight[order.kind, order.key] = serial
+        transfer.in_flight[order.kind, order.key] = order.grant.serial if order.grant is not None else 0
 
     def _check_grant(self, grant: msg.Grant, transfer: _Transfer, process: _Process, violation: _MakeViolation) -> None:
         if transfer.grants.get((process[1], grant.serial)) != grant:
@@ -226,20 +229,6 @@ class PrefillInvariants:
                 f"is written into serial {grant.serial} (round {grant.round}, bytes {grant.offset}-{grant.end}) "
                 f"beyond the watermark (round {watermark.round} tail {watermark.tail})",
             )
-
-    def _check_sent_once(self, order: ev.Transfer, transfer: _Transfer, violation: _MakeViolation) -> None:
-        if order.kind is PartKind.KV:
-            layers = (1 << order.key.hi) - (1 << order.key.lo)
-            before = transfer.sent_layers.get(order.key.chunk, 0)
-            if before & layers:
-                raise violation("transfer-twice", "is sent although some of its layers were sent before")
-            transfer.sent_layers[order.key.chunk] = before | layers
-            return
-        if (order.kind, order.key) in transfer.sent_finals:
-            raise violation("transfer-twice", "is sent twice")
-        if order.room not in self._finished:
-            raise violation("transfer-unasked", "is sent before the engine has finished the room")
-        transfer.sent_finals.add((order.kind, order.key))
 
     def _sent(self, name: str, message: msg.Message) -> None:
         if not isinstance(message, msg.RoomFailed | msg.RoomDrained | msg.StagingRevoked):
@@ -289,7 +278,9 @@ class PrefillInvariants:
 
     # ---- expected state -------------------------------------------------------------------------------------------
 
-    def _transfer_of(self, peer: str, subject: _OfRoom) -> _Transfer | None:
+    def _transfer_of(
+        self, peer: str, subject: ev.Transfer | ev.PartSent | ev.PartFailed | msg.RoomMessage
+    ) -> _Transfer | None:
         """Returns the transfer to `peer` that a message, report or order concerns; None if it is not checked."""
         return self._transfers.get(RoomKey(peer, subject.room, subject.nonce))
 

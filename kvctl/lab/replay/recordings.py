@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import IO, Any, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from kvctl_agent.contract.recording import InputHeader
 from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.checkpoint import Checkpoint, pack, unpack
+from kvctl_agent.protocol.checkpoint import Checkpoint, unpack
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.protocol.recording import UNWRITTEN, encode
 
@@ -75,8 +75,8 @@ class Piece(NamedTuple):
 class InputSegment:
     """A checkpoint, and the inputs that follow it without a gap."""
 
-    def __init__(self, clock_offset_ns: int, checkpoint: Piece) -> None:
-        self._clock_offset_ns = clock_offset_ns
+    def __init__(self, header: InputHeader, checkpoint: Piece) -> None:
+        self._header = header
         self._checkpoint = checkpoint
         self.pieces: list[Piece] = []
 
@@ -93,7 +93,11 @@ class InputSegment:
             RecordingError: the checkpoint is damaged.
             RecordingVersionError: the checkpoint was recorded by another build.
         """
-        return Start(unpack(form.decompress(self._checkpoint.body)), self._clock_offset_ns)
+        try:
+            checkpoint = unpack(form.decompress(self._checkpoint.body))
+        except RecordingVersionError as error:
+            raise _other_build(self._header, str(error)) from None
+        return Start(checkpoint, self._header["clock_offset_ns"])
 
     @property
     def count(self) -> int:
@@ -141,10 +145,7 @@ class AgentRecording:
             ("plan", header["plan_version"], PLAN_VERSION),
         ):
             if recorded != current:
-                raise RecordingVersionError(
-                    f"{self.name} (kvctl {header['version']}) was recorded with {name} version {recorded}, "
-                    f"this build has version {current}: replay it with the build that recorded it"
-                )
+                raise _other_build(header, f"its {name} has version {recorded}, not {current}")
 
     def segments(self) -> list[InputSegment]:
         """Returns the segments in order; a checkpoint within inputs that have no gap does not begin a new segment."""
@@ -153,7 +154,7 @@ class AgentRecording:
         for piece in sorted(self.pieces):
             continues = piece.number == next_number and piece.first == next_input
             if piece.kind == "checkpoint" and not continues:
-                found.append(InputSegment(self.header["clock_offset_ns"], piece))
+                found.append(InputSegment(self.header, piece))
                 continues = True
             if not continues:
                 next_number = -1  # the checkpoint before these inputs is missing
@@ -164,26 +165,21 @@ class AgentRecording:
         return found
 
 
-def load(path: Path) -> list[AgentRecording]:
+def load(file: IO[bytes]) -> list[AgentRecording]:
     """Reads all agents of a recording, sorted by name and incarnation.
 
     Raises:
-        RecordingError: the file cannot be read or is damaged.
+        RecordingError: the file is damaged.
         RecordingVersionError: the file has another format version.
     """
     agents: dict[int, AgentRecording] = {}
     try:
-        with path.open("rb") as file:
-            for kind, about, body in form.read_frames(file):
-                if kind == form.AGENT:
-                    agents[about.get("agent", -1)] = AgentRecording(_header(about), int(about.get("dropped", 0)))
-                elif kind == form.BLOB and about.get("agent") in agents:
-                    piece = Piece(
-                        int(about["number"]), str(about["kind"]), int(about["first"]), int(about["count"]), body
-                    )
-                    agents[about["agent"]].pieces.append(piece)
-    except OSError as error:
-        raise RecordingError(error.strerror or str(error)) from None
+        for kind, about, body in form.read_frames(file):
+            if kind == form.AGENT:
+                agents[about.get("agent", -1)] = AgentRecording(_header(about), int(about.get("dropped", 0)))
+            elif kind == form.BLOB and about.get("agent") in agents:
+                piece = Piece(int(about["number"]), str(about["kind"]), int(about["first"]), int(about["count"]), body)
+                agents[about["agent"]].pieces.append(piece)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, RecordingError):
             raise
@@ -201,7 +197,7 @@ def save(path: Path, header: InputHeader, start: Start, inputs: Sequence[Input])
     rows = [(item.now_ns, type(item.event).__name__, item.event, item.outcome) for item in inputs]
     paths = [(place, path) for place, item in enumerate(inputs) for path in item.paths]
     blobs = [
-        ({"agent": 0, "number": 0, "kind": "checkpoint", "first": first, "count": 0}, pack(start.checkpoint)),
+        ({"agent": 0, "number": 0, "kind": "checkpoint", "first": first, "count": 0}, start.checkpoint.pack()),
         ({"agent": 0, "number": 1, "kind": "inputs", "first": first, "count": len(rows)}, encode((paths, rows))),
     ]
     with path.open("wb") as file:
@@ -231,6 +227,11 @@ def decode_inputs(first: int, data: bytes) -> Iterator[Input]:
         if isinstance(error, RecordingError):
             raise
         raise RecordingError(f"it is damaged: not inputs: {error}") from None
+
+
+def _other_build(header: InputHeader, difference: str) -> RecordingVersionError:
+    text = f"{header['name']} was recorded by another build, kvctl {header['version']}: {difference}"
+    return RecordingVersionError(f"{text}: replay it with the build that recorded it")
 
 
 @cache

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
-
-import msgspec
+from typing import NamedTuple, TypeVar
 
 from kvctl.lab.replay.formatting import rooms_of
 from kvctl.lab.replay.player import Breach, play
 from kvctl.lab.replay.recordings import Input, Start
-from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol import messages as msg
 
 _T = TypeVar("_T")
 
@@ -72,20 +68,12 @@ class _Shrinker:
             before = len(self._inputs)
             self._minimise(self._inputs, lambda kept: list(kept))
         fresh = fresh or self._start_fresh()
-        self._drop_metadata()
         self._inputs = [item for item in self._inputs if item.number <= self._breach.item.number]
         return Shrunk(self._start, self._inputs, self._breach, self._early, fresh)
 
     def _start_fresh(self) -> bool:
         """Replaces the checkpoint by a new machine if that violates the same invariant; returns whether it does."""
         return self._try(self._inputs, self._start._replace(checkpoint=self._start.checkpoint.fresh()))
-
-    def _drop_metadata(self) -> None:
-        """Removes the transport metadata of all ranks, which is large and not read by the machine."""
-        checkpoint = self._start.checkpoint
-        local = msgspec.structs.replace(checkpoint.local, metadata=b"")
-        start = self._start._replace(checkpoint=checkpoint._replace(local=local))
-        self._try([item._replace(event=_without_metadata(item.event)) for item in self._inputs], start)
 
     def _try(self, inputs: Sequence[Input], start: Start | None = None) -> bool:
         """Adopts these inputs, up to the violation, if they violate the same invariant; returns whether they do.
@@ -131,11 +119,3 @@ def _identity(breach: Breach) -> tuple[str, str]:
     if breach.invariant != "exception":
         return breach.invariant, ""
     return breach.invariant, breach.text.partition(":")[0] + breach.text.rpartition("(in ")[2]
-
-
-def _without_metadata(event: ev.Event) -> ev.Event:
-    message: Any = getattr(event, "message", None)
-    if isinstance(message, msg.Hello | msg.HelloAck) and message.who.metadata:
-        who = msgspec.structs.replace(message.who, metadata=b"")
-        return msgspec.structs.replace(event, message=msgspec.structs.replace(message, who=who))
-    return event

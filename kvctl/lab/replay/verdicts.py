@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypedDict
 
-from kvctl.client.recordings import file_errors
+from kvctl.client.recordings import opened
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.replay.invariants import INVARIANTS
@@ -89,7 +89,7 @@ def replay(
     """Replays the named agents of a recording, or all agents if `names` is empty.
 
     Args:
-        path: the recording.
+        path: the recording, or a bundle with one.
         names: names of agents.
         shrink_s: time limit for shortening the inputs of a violation; None to leave them as they are.
         test: path of the test to write for the first violation; None for no test.
@@ -106,10 +106,10 @@ def replay(
         latest = text
         progress(text)
 
-    with file_errors(path):
+    with opened(path) as file:
         try:
             with _time_limit():
-                agents = load(path)
+                agents = load(file)
                 known = {agent.name for agent in agents}
                 if unknown := [name for name in names if name not in known]:
                     text = f"{path} has no agent {unknown[0]}; it has {', '.join(sorted(known))}"

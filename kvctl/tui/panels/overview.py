@@ -10,7 +10,7 @@ from kvctl.render import findings, units
 from kvctl.render.groups import FOLD_ABOVE, placed
 from kvctl.render.groups import outline as outline_of_groups
 from kvctl.render.report import Line, Span
-from kvctl.render.status import outline
+from kvctl.render.status import outline, runs
 from kvctl.render.view import Row
 from kvctl.tui.drawing import beside, chart, inline_chart, padded, sparkline, wrapped
 from kvctl.tui.feed import Question
@@ -125,15 +125,16 @@ class OverviewPanel(Panel):
     def render_store(self, store: Store, query: TableQuery) -> None:
         statuses = store.statuses()
         self._health(store)
-        fresh = [row for row in statuses if store.stale_ns(row["name"]) is None]
+        fresh = [row for row in statuses if store.stale_ns(row["name"]) is None or not runs(row)]
         fleet, rings = self.query_one("#overview-fleet", Picture), self.query_one("#overview-rings", Picture)
         fleet.show(lambda width: self._fleet(store, fresh, width), ([("fleet", "")], []))
         stale = [agent.name for agent in store.silent]
         most = max(2, self._height // _ROWS_PER_GAUGE_LINE)
-        _, left_out = gauges(statuses, store.trends.rings, stale, self.size.width, most)
+        ranks = [row for row in statuses if runs(row)]
+        _, left_out = gauges(ranks, store.trends.rings, stale, self.size.width, most)
         note = f"the fullest; {left_out} more not shown" if left_out else ""
         rings.show(
-            lambda width: gauges(statuses, store.trends.rings, stale, width, most)[0],
+            lambda width: gauges(ranks, store.trends.rings, stale, width, most)[0],
             ([("staging rings", "")], [(note, "dim")] if note else []),
         )
         folded = len(store.agents) > FOLD_ABOVE and query == TableQuery()
@@ -210,7 +211,7 @@ def _with_silent(store: Store, statuses: Sequence[Row]) -> list[Row]:
     rows: list[Row] = []
     for row in statuses:
         stale_ns = store.stale_ns(row["name"])
-        if stale_ns is None:
+        if stale_ns is None or not runs(row):
             rows.append(row)
         else:
             since = f"{units.duration(stale_ns // _SECOND_NS * _SECOND_NS)} ago"

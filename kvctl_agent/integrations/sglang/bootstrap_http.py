@@ -19,10 +19,10 @@ from urllib.parse import urlencode
 import msgspec
 import requests
 
+from kvctl_agent import KvctlError
 from kvctl_agent.contract.addresses import Address, parse_place, tcp_address
+from kvctl_agent.contract.states import MAX_RANKS
 from kvctl_agent.contract.values import shown
-from kvctl_agent.errors import KvctlError
-from kvctl_agent.layout.parallel import MAX_RANKS
 
 _TOTAL_S = 5.0  # SGLang's own limit, which it applies to each read
 _WAIT_S = 0.5  # SGLang asks again in its next cycle, or after a second

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -22,24 +21,16 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel, get_serving
 
-from kvctl_agent.agent import Agent
+from kvctl_agent import KvctlError, KVPool, ModelShape, ParallelConfig, Rank, Receive, RoomState, Send
 from kvctl_agent.contract.addresses import Address, parse_endpoint
 from kvctl_agent.contract.choices import ALL, RANK0
 from kvctl_agent.contract.sglang import mode
-from kvctl_agent.contract.snapshots import Role
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import shown
-from kvctl_agent.errors import KvctlError
-from kvctl_agent.integrations.request_errors import attempt
-from kvctl_agent.integrations.sglang import pools, versions
+from kvctl_agent.integrations.engine_agent import EngineAgent, attempt
+from kvctl_agent.integrations.sglang import pools, scheduler_turns, versions
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT
-from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes, rank_label
+from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes
 from kvctl_agent.integrations.sglang.unsupported import check_supported
-from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.shape import ModelShape, whole_model
-from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.rank import Rank
-from kvctl_agent.runtime.handles import Receive, Send
 
 logger = logging.getLogger("kvctl")
 
@@ -125,19 +116,18 @@ class KvctlKVManager(CommonKVManager):
             self.agent = self._start(geometry, registry)
         super().register_to_bootstrap()
 
-    def _geometry(self) -> tuple[KVPool, ModelShape | None, tuple[int, ...]]:
-        """Returns the rank's pool; with pipeline stages also the model's shape and the number of layers of each."""
+    def _geometry(self) -> tuple[KVPool, list[ModelShape]]:
+        """Returns the rank's pool, and the shape of each pipeline stage; none if there is one stage."""
         pool, self._components = pools.pool_of(self.kv_args, self.attn_tp_size, mla=bool(self.is_mla_backend))
         if self.pp_size == 1:
-            return pool, None, ()
+            return pool, []
         shapes = dict(self._gather((self.pp_rank, pool.shape())))
-        stages = [shapes[stage] for stage in range(self.pp_size)]
-        return pool, whole_model(stages), tuple(stage.num_layers for stage in stages)
+        return pool, [shapes[stage] for stage in range(self.pp_size)]
 
-    def _start(self, geometry: tuple[KVPool, ModelShape | None, tuple[int, ...]], registry: str | None) -> Agent:
+    def _start(self, geometry: tuple[KVPool, list[ModelShape]], registry: str | None) -> EngineAgent:
         """Creates and starts the agent of this rank; `registry` is that of its own prefill instance."""
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
-        pool, model, stages = geometry
+        pool, stages = geometry
         rank = Rank(
             dp=0 if prefill else dp_rank(self),
             dp_size=1 if prefill else max(self.attn_dp_size, self.system_dp_size),
@@ -147,11 +137,8 @@ class KvctlKVManager(CommonKVManager):
             cp_size=self.attn_cp_size if prefill else self.dcp_size,
             tp=self.attn_tp_rank // self.dcp_size,
             tp_size=self.attn_tp_size // self.dcp_size,
-            stages=stages,
         )
-        role: Role = "prefill" if prefill else "decode"
-        # Defaults for this engine, which the environment overrides.
-        config: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "cp_mode": ALL if envs.SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER.get() else RANK0,
             "bootstrap_timeout_s": _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
             "unclaimed_s": _seconds(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
@@ -159,43 +146,25 @@ class KvctlKVManager(CommonKVManager):
             "waiting_timeout_s": _MAX_S if prefill else _seconds(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
             # A ring larger than the pool is never full, and SGLang leaves little memory on a GPU.
             "staging_ring_mb": min(_RING_MB, max(1, pool.nbytes >> 20)),
-            # Decode ranks listen nowhere; the loopback address would be the same on every host.
-            "name_suffix": f"{self._host if prefill else self.local_ip}:{get_serving().port}",
         }
-        if prefill:
-            config["listen"] = self._address
-        config = {key: value for key, value in config.items() if f"KVCTL_{key.upper()}" not in os.environ}
-        if not prefill:
-            config["cp_interleave"] = 1  # no default: SGLang has a token on rank `token % dcp_size`
-        agent = Agent(
-            role=role,
+        agent = EngineAgent(
+            versions.integration(mode() or ""),
+            role="prefill" if prefill else "decode",
             rank=rank,
             pool=pool,
-            name=rank_label(role, rank_axes(self), self.attn_tp_rank),
-            bootstrap=registry,
-            model=model,
+            stages=stages,
+            axes=rank_axes(self),
+            tp=self.attn_tp_rank,
+            # Decode ranks listen nowhere; the loopback address would be the same on every host.
+            server=f"{self._host if prefill else self.local_ip}:{get_serving().port}",
+            address=self._host,
+            registry=registry,
             on_state=self.on_state,
-            integration={
-                "engine": "sglang",
-                "engine_version": versions.installed() or "",
-                "mode": mode() or "",
-                "settings": {},
-            },
-            **config,
-        )
-        settings = agent.settings
-        if not prefill and not _is_loopback(self._host) and not (settings["fleet_key"] or settings["insecure"]):
-            logger.warning(
-                "kvctl: prefill servers on other hosts need a key: set KVCTL_FLEET_KEY (kvctl key new), or "
-                "KVCTL_INSECURE=1 on a network you trust, for both servers"
-            )
-        agent.start()
-        logger.info(
-            "kvctl: agent %s is running (mode %s, SGLang %s); look at it with: kvctl status",
-            agent.name,
-            mode(),
-            versions.installed(),
-        )
+            defaults=defaults,
+            logger=logger,
+            cp_interleave=1,  # SGLang has a token on decode rank `token % dcp_size`
+        ).start()
+        scheduler_turns.watch(agent.note_turn)
         return agent
 
     def _gather(self, own: tuple[int, Any]) -> list[tuple[int, Any]]:
@@ -222,6 +191,7 @@ class KvctlKVManager(CommonKVManager):
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self._heartbeat_shutdown.set()
             self._heartbeat.join(_CLOSE_S)
+        scheduler_turns.unwatch(self.agent.note_turn)
         self.agent.close(_CLOSE_S)
         self._zmq_ctx.destroy(linger=0)
 
@@ -263,7 +233,7 @@ class KvctlKVManager(CommonKVManager):
 
     def is_sending(self, room: int) -> bool:
         """Prefill: whether the number is in use by a room that has not ended, here or at a decode rank."""
-        return self.agent.is_open(room) or self.agent.machine.sends(room)
+        return self.agent.is_sending(room)
 
     def refusal(self, room: int | None) -> str | None:
         """Returns why a new request cannot have this room: another one has it; None if it can.

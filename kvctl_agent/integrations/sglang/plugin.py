@@ -42,9 +42,9 @@ def load() -> None:
             logger.error("kvctl plugin not loaded, SGLang is unchanged: %s", difference)
             return
         if chosen == "observe":
-            from kvctl_agent.integrations.sglang import observe
+            from kvctl_agent.integrations.sglang.observe.observer import install
 
-            observe.install()
+            install()
         else:
             _add_backend(takeover=chosen == "replace")
     except Exception as error:

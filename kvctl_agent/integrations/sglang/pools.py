@@ -16,8 +16,8 @@ from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.runtime_context import get_device, get_parallel
 
+from kvctl_agent import Buffer, DraftKV, KVPool, StateTensors
 from kvctl_agent.integrations.sglang.unsupported import INSTEAD
-from kvctl_agent.memory.pool import Buffer, DraftKV, KVPool, StateTensors
 
 _NHD = "nhd"
 

@@ -9,8 +9,8 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvctl_agent.integrations.request_errors import attempt
-from kvctl_agent.request_id import prompt_digest
+from kvctl_agent import prompt_digest
+from kvctl_agent.integrations.engine_agent import attempt
 
 logger = logging.getLogger("kvctl")
 

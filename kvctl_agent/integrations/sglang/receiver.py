@@ -11,12 +11,11 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
 
+from kvctl_agent import KvctlError, Receive
 from kvctl_agent.contract.values import shown
-from kvctl_agent.errors import KvctlError
-from kvctl_agent.integrations.request_errors import attempt
+from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT, BootstrapError
 from kvctl_agent.integrations.sglang.prompt_digests import UNKNOWN
-from kvctl_agent.runtime.handles import Receive
 
 logger = logging.getLogger("kvctl")
 

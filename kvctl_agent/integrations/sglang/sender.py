@@ -11,9 +11,9 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
 
-from kvctl_agent.integrations.request_errors import attempt
+from kvctl_agent import Send
+from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.integrations.sglang.prompt_digests import announced_prompt
-from kvctl_agent.runtime.handles import Send
 
 logger = logging.getLogger("kvctl")
 

@@ -13,6 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kvctl_agent.contract.snapshots import Integration
+
 SUPPORTED: tuple[str, ...] = ("0.5.23",)
 """Releases that the plugin was tested with; their post-releases count as the same."""
 
@@ -120,6 +122,11 @@ def installed() -> str | None:
         return importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def integration(mode: str) -> Integration:
+    """Returns what `kvctl status` shows of SGLang; `mode` is the plugin's."""
+    return {"engine": "sglang", "engine_version": installed() or "", "mode": mode, "settings": {}}
 
 
 def mismatch(interfaces: Mapping[str, tuple[str, ...]] = INTERFACES) -> str | None:

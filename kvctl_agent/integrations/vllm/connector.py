@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.vllm import CONNECTOR, MODULE_PATH
-from kvctl_agent.integrations.request_errors import attempt
+from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import LOGGER, KvctlMetadata
 from kvctl_agent.integrations.vllm.pools import check_groups, is_state

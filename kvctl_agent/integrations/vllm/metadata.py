@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from kvctl_agent import prompt_digest, room_number
+from kvctl_agent.contract.states import MAX_ROOM
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.integrations.request_errors import attempt
-from kvctl_agent.request_id import prompt_digest, room_number, valid_traceparent
-from kvctl_agent.runtime.handles import check_room
+from kvctl_agent.integrations.engine_agent import attempt
+from kvctl_agent.request_id import valid_traceparent
 
 LOGGER = "vllm.kvctl"  # below vLLM's logger, the only one for which its processes have a handler
 logger = logging.getLogger(LOGGER)
@@ -158,10 +159,10 @@ def transfer_of(params: Mapping[str, Any], default: Transfer = "") -> Transfer:
     if not isinstance(value, Transfer) or isinstance(value, bool):
         return default
     try:
-        check_room(room_of(value))
+        room = room_of(value)
     except LocalProtocolError:
         return default
-    return value
+    return value if 0 <= room <= MAX_ROOM else default
 
 
 def room_of(transfer: Transfer) -> int:

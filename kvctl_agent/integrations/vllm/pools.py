@@ -27,8 +27,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvctl_agent import DraftKV, GroupTensors, KVPool, StateTensors
 from kvctl_agent.integrations.vllm.block_formats import BlockFormat
-from kvctl_agent.memory.pool import DraftKV, GroupTensors, KVPool, StateTensors
 
 # Kinds derived from these have contents of their own, which have not been looked at.
 _KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)

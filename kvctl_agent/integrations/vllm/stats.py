@@ -12,10 +12,9 @@ import prometheus_client as prometheus
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvctl_agent.agent import Agent
+from kvctl_agent import Agent, RoomState
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
-from kvctl_agent.contract.states import RoomState
-from kvctl_agent.telemetry.hub import nearest_rank
+from kvctl_agent.contract.values import nearest_rank
 
 _SECONDS = "kvctl_room_seconds"
 _FINISHED = "kvctl_rooms_finished_total"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,13 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvctl_agent.agent import Agent
+from kvctl_agent import ForwardInfo, ModelShape, Rank, Receive, Send
 from kvctl_agent.contract.addresses import Address, parse_place
-from kvctl_agent.contract.config import KEYS_BY_NAME
+from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.values import shown
 from kvctl_agent.contract.vllm import LISTEN
-from kvctl_agent.integrations.request_errors import attempt
+from kvctl_agent.integrations.engine_agent import EngineAgent, attempt
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import (
     LOGGER,
@@ -36,10 +35,6 @@ from kvctl_agent.integrations.vllm.metadata import (
 from kvctl_agent.integrations.vllm.pools import WorkerPool
 from kvctl_agent.integrations.vllm.sleep_mode import follow_sleep_mode
 from kvctl_agent.integrations.vllm.stats import KvctlStats, StatsReader
-from kvctl_agent.layout.layer_grouping import ForwardInfo
-from kvctl_agent.layout.shape import ModelShape, whole_model
-from kvctl_agent.rank import Rank
-from kvctl_agent.runtime.handles import Receive, Send
 
 logger = logging.getLogger(LOGGER)
 
@@ -49,8 +44,8 @@ _CHUNK_TOKENS = 512  # parts of a prompt are sent while vLLM computes others; it
 _NOTHING_TO_COMPUTE_S = 1e-3  # new requests wait for it, as they do for vLLM's own sleep
 _SUSPEND_S = 30.0
 _NOT_RECEIVED = "kvctl: request %s cannot be received: %s"
-# Defaults for this engine, which the environment and kv_connector_extra_config override: a request whose room prefill
-# never begins is answered within 30 s, and a room that decode never opens ends in the time of vLLM's own lease.
+# A request whose room prefill never begins is answered within 30 s, and a room that decode never opens ends in the time
+# of vLLM's own lease.
 _DEFAULTS: dict[str, Any] = {"unclaimed_s": 25.0, "hold_s": 30.0, "staging_ring_mb": 1024}
 
 
@@ -63,9 +58,9 @@ def registry_of(config: VllmConfig) -> Address:
         ConfigError: `listen` is not an address.
     """
     transfer = config.kv_transfer_config
-    host = transfer.kv_connector_extra_config.get("listen") or os.environ.get("KVCTL_LISTEN") or LISTEN
+    listen: str = load_settings(transfer.kv_connector_extra_config)["listen"]
     port = transfer.kv_port + config.parallel_config.data_parallel_index
-    return parse_place(host, default_port=0)._replace(port=port)
+    return parse_place(listen or LISTEN, default_port=0)._replace(port=port)
 
 
 class ConnectorWorker:
@@ -85,7 +80,7 @@ class ConnectorWorker:
         self._role: Role = "prefill" if config.kv_transfer_config.is_kv_producer else "decode"
         speculative = config.speculative_config
         self._drafts = speculative is not None and speculative.uses_draft_kv_cache()
-        self.agent: Agent | None = None
+        self.agent: EngineAgent | None = None
         self._asleep = False  # vLLM has taken the memory of the KV cache away
         self._requests: dict[str, SendRequest] = {}
         self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room, or is asleep
@@ -115,46 +110,22 @@ class ConnectorWorker:
             config.cache_config.cache_dtype,
         )
         prefill = self._role == "prefill"
-        stages, model = self._stages()
+        stages = self._stages()
         pp, dcp, tp = (
             get_pp_group().rank_in_group,
             parallel.decode_context_parallel_size,
             get_tensor_model_parallel_rank(),
         )
-        self._first_layer = sum(stages[:pp])
+        self._first_layer = sum(stage.num_layers for stage in stages[:pp])
         self._is_last_stage = pp == parallel.pipeline_parallel_size - 1
         dp = parallel.data_parallel_index  # each is an instance of its own, with requests of its own
         registry = registry_of(config)
-        settings = {key: value for key, value in _DEFAULTS.items() if KEYS_BY_NAME[key].environment not in os.environ}
-        if KEYS_BY_NAME["chunk_tokens"].environment not in os.environ:
-            settings["chunk_tokens"] = self._pool.chunk_tokens(_CHUNK_TOKENS)
-        settings["name_suffix"] = registry.place if prefill else f"{socket.gethostname()}:{transfer.engine_id[:8]}"
-        if prefill:
-            settings["listen"] = registry.bracketed_host
+        settings: dict[str, Any] = {"listen": registry.bracketed_host} if prefill else {}
         if dcp > 1:
             settings["cp_interleave"] = parallel.cp_kv_cache_interleave_size
         settings.update(transfer.kv_connector_extra_config)
-        axes = (
-            f"-dp{dp}" * (dp > 0 or parallel.data_parallel_size > 1)
-            + f"-pp{pp}" * (len(stages) > 1)
-            + f"-cp{tp % dcp}" * (dcp > 1)
-        )
-        self.agent = Agent(
-            role=self._role,
-            rank=Rank(
-                pp=pp,
-                pp_size=parallel.pipeline_parallel_size,
-                stages=stages,
-                cp=tp % dcp,
-                cp_size=dcp,
-                tp=tp // dcp,
-                tp_size=parallel.tensor_parallel_size // dcp,
-            ),
-            pool=self._pool.pool,
-            model=model,
-            name=f"{self._role}{axes}-tp{tp}",
-            bootstrap=str(registry) if prefill else None,
-            integration={
+        self.agent = EngineAgent(
+            {
                 "engine": "vllm",
                 "engine_version": versions.installed() or "",
                 "mode": "connector",
@@ -164,22 +135,38 @@ class ConnectorWorker:
                     "data_parallel_size": str(parallel.data_parallel_size),
                 },
             },
+            role=self._role,
+            rank=Rank(
+                pp=pp,
+                pp_size=parallel.pipeline_parallel_size,
+                cp=tp % dcp,
+                cp_size=dcp,
+                tp=tp // dcp,
+                tp_size=parallel.tensor_parallel_size // dcp,
+            ),
+            pool=self._pool.pool,
+            stages=stages,
+            axes={"dp": (dp, max(dp + 1, parallel.data_parallel_size)), "pp": (pp, len(stages)), "cp": (tp % dcp, dcp)},
+            tp=tp,
+            server=registry.place if prefill else f"{socket.gethostname()}:{transfer.engine_id[:8]}",
+            address=registry.host,
+            registry=str(registry) if prefill else None,
+            defaults={**_DEFAULTS, "chunk_tokens": self._pool.chunk_tokens(_CHUNK_TOKENS)},
+            logger=logger,
             **settings,
-        )
-        self.agent.start()
+        ).start()
         self._stats = StatsReader(self.agent)
         follow_sleep_mode(config.model_config, self)
-        logger.info("kvctl: agent %s is running; look at it with: kvctl status", self.agent.name)
 
-    def _stages(self) -> tuple[tuple[int, ...], ModelShape | None]:
-        """Returns the number of KV layers of each pipeline stage, and the model's shape; ((), None) with one stage.
+    def _stages(self) -> tuple[ModelShape, ...]:
+        """Returns the shape of the KV of each pipeline stage; () with one stage.
 
         Raises:
             ValueError: a stage other than the last ends with a layer of another KV cache group, which a server with
                 other stages takes for one of the next stage.
         """
         if (size := self._config.parallel_config.pipeline_parallel_size) == 1:
-            return (), None
+            return ()
         stages: list[Any] = [None] * size
         own = self._pool.pool.shape(), self._pool.ends_with_kv
         torch.distributed.all_gather_object(stages, own, group=get_pp_group().cpu_group)
@@ -189,7 +176,7 @@ class ConnectorWorker:
                 "kvctl's connector needs a layer with full attention at the end of each pipeline stage but the last: "
                 "divide the layers differently with VLLM_PP_LAYER_PARTITION, or use tensor parallelism"
             )
-        return tuple(shape.num_layers for shape in shapes), whole_model(shapes)
+        return tuple(shapes)
 
     def close(self) -> None:
         """Closes the agent."""
@@ -342,6 +329,8 @@ class ConnectorWorker:
         Args:
             finished: requests that vLLM has finished since the last step.
         """
+        if self.agent is not None:
+            self.agent.note_turn()  # vLLM asks in each step
         if not self._is_last_stage:  # with speculative decoding vLLM may call wait_for_save only on the last one
             self.save()
         if not self._computes:

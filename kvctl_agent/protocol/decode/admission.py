@@ -158,7 +158,7 @@ class RecvAdmission:
             context.send(transfer.peer, opening_at(room, transfer))
         room.resend_ns = context.now_ns + context.timing.resend_ns
         if not room.unopened:
-            room.record.peers = [room.writers[writer] for writer in room.shares]
+            room.record.expect([room.writers[writer] for writer in room.shares])
             room.record.event("open", context.now_ns)
             return
         self.state.rooms[room.room] = self.state.unopened.pop(room.room)

@@ -256,7 +256,7 @@ class Landing:
                 return "duplicate"
             if room.failure is not None:
                 self.grants.free([allocation])  # the write has ended and the room needs no data
-                self.rooms.settle(room)
+                self.rooms.forget_when_drained(room)
                 return "late"
         elif not room.grantable(key) if allocation is None else allocation.state is RegionState.LANDED:
             return "duplicate"
@@ -318,7 +318,7 @@ class Landing:
         room = self.state.rooms[allocation.room.room]  # a room outlives the regions it holds
         self._in_pages(room, allocation.key, {"arrive": allocation.at_ns, "scatter": event.at_ns}, STAGED)
         if room.failure is not None:
-            self.rooms.settle(room)
+            self.rooms.forget_when_drained(room)
 
     def on_scatter_failed(self, event: ev.ScatterFailed) -> None:
         if (allocation := self._scattering(event.serial)) is None:
@@ -326,7 +326,7 @@ class Landing:
         self.grants.free([allocation])
         room = self.state.rooms[allocation.room.room]
         if room.failure is not None:
-            self.rooms.settle(room)
+            self.rooms.forget_when_drained(room)
             return
         text = (
             f"{allocation.key} from {allocation.room.peer} landed, but could not be copied to its pages: {event.text}"
@@ -353,7 +353,7 @@ class Landing:
             text += f"{check.checksum:08x}, in the pages it is {event.found:08x}"
             self.rooms.fail(room, self.context.failure(CHECKSUM, text))
         elif event.kind is PartKind.KV:
-            self._settle_part(room, event.key, check.moments, check.path)
+            self._cover_part(room, event.key, check.moments, check.path)
         else:
             room.since_ns = self.context.now_ns
             self.rooms.complete(room)
@@ -364,21 +364,21 @@ class Landing:
         check = room.checks.get(final)
         if check is None or room.failure is not None:
             room.checks.pop(final, None)
-            self._settle_part(room, key, moments, path)
+            self._cover_part(room, key, moments, path)
             return
         room.checks[final] = PartChecksum(check.checksum, moments, path)
         part = room.planned_part(key)
         assert part is not None
         self.context.actions.append(ev.Check(room.room, room.nonce, *final, part.share, part.pages))
 
-    def _settle_part(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
+    def _cover_part(self, room: RecvRoom, key: PartKey, moments: dict[str, int], path: str) -> None:
         """Adds a part that is in its pages, and verified if it has a checksum, to the room's coverage.
 
         Args:
             moments: monotonic end time in ns of each stage, by name.
             path: path to report to telemetry.
         """
-        room.settle(key)
+        room.cover(key)
         room.since_ns = self.context.now_ns
         part = room.planned_part(key)
         assert part is not None

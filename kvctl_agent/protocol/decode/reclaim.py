@@ -77,7 +77,7 @@ class Reclaim:
                 continue
             self.state.grant_table.quarantine_room(room.key_of(peer.name))
             if room.room in self.state.rooms:
-                self.rooms.settle(room)
+                self.rooms.forget_when_drained(room)
 
     def forget_former(self) -> None:
         """Removes the earlier incarnations of peers that no room waits for any more."""
@@ -93,7 +93,7 @@ class Reclaim:
         transfer.drained = True
         self.grants.free(self.state.grant_table.unlanded(room.key_of(transfer.peer)))
         if room.room in self.state.rooms:
-            self.rooms.settle(room)
+            self.rooms.forget_when_drained(room)
 
     def _drained_by(self, room: RecvRoom, peer: Peer, incarnation: int) -> None:
         transfer = room.transfers.get(peer.name)
@@ -228,7 +228,7 @@ class Reclaim:
             allocations += self.state.grant_table.unlanded(room.key_of(transfer.peer))
         self.grants.free(allocations)
         self.grants.unblock()
-        self.rooms.settle(room)
+        self.rooms.forget_when_drained(room)
         return tuple(sorted(allocation.region.serial for allocation in allocations))
 
     def _transfer_of(self, allocation: Allocation) -> WriterTransfer:

@@ -200,7 +200,7 @@ class RecvRoom:
         self.landed[place] = self.landed.get(place, 0) | mask(key.lo, key.hi)
         self.record.landed = (self.record.landed or 0) + key.hi - key.lo
 
-    def settle(self, key: PartKey) -> None:
+    def cover(self, key: PartKey) -> None:
         """Adds a landed part whose bytes are in their pages to the coverage of the room."""
         place = (key.writer, key.chunk)
         covered = self.scattered.get(place, 0) | mask(key.lo, key.hi)
@@ -413,7 +413,7 @@ class RecvRooms:
             transfer.accepted |= transfer.kept
         elif room.state is RoomState.SUCCESS and message.of in ("room-done", "room-failed"):
             transfer.acked = True
-            self.settle(room)
+            self.forget_when_drained(room)
 
     # ---- states -----------------------------------------------------------------------------------------------
 
@@ -459,7 +459,7 @@ class RecvRooms:
             self.context.note("room-failed", f"{failure['rank']}: {failure['text']}", "error", room=room.room)
         self.enter(room, RoomState.FAILED)
         self._send_outcome(room)
-        self.settle(room)
+        self.forget_when_drained(room)
 
     def on_recall(self, event: ev.Recall) -> None:
         """Ends a room whose pages the engine takes back; the prefill ranks keep it, and it may be opened again."""
@@ -469,7 +469,7 @@ class RecvRooms:
             text = f"room {room.room}: the engine of {self.context.local.name} recalled its pages"
             self.fail(room, self.context.failure(RECALLED, text))
 
-    def settle(self, room: RecvRoom) -> None:
+    def forget_when_drained(self, room: RecvRoom) -> None:
         """Forgets an ended room once no prefill rank has to answer any more.
 
         A failed room waits until all prefill ranks have drained and no scatter is running; only then are its pages
@@ -598,11 +598,15 @@ class RecvRooms:
             absent = instance.absent if instance is not None else ""
             unanswered = not ranks and not absent
             unanswered = unanswered or any(map(self._never_answered, ranks))
-            if not room.transfers and waited > timing.suspect_ns and (gone := self._gone(ranks)):
-                self.fail(room, failure("KV_PEER_LOST", f"{stuck}: {gone}"))
+            # A registry that is filled anew will name other ranks, or the same ranks' next incarnations.
+            restarting = waited <= timing.lost_ns
+            waits = bool(room.transfers or (absent and restarting))
+            if not waits and waited > timing.suspect_ns and (gone := self._gone(ranks, restarting)):
+                self.fail(room, failure("KV_PEER_LOST", "; ".join(filter(None, (f"{stuck}: {gone}", absent)))))
             elif waited > (min(timing.lost_ns, timing.bootstrap_ns) if unanswered else timing.bootstrap_ns):
                 silent = [each.peer for each in room.transfers.values() if not (each.accepted or each.kept)]
-                silent = silent or [self._absent(name) for name in ranks if not self.context.is_ready(name)]
+                if not silent and not absent:
+                    silent = [self._absent(name) for name in ranks if not self.context.is_ready(name)]
                 why = f"not accepted by {', '.join(silent)}"
                 if not silent:
                     why = f"the prefill instance at {room.instance}: {absent or 'no answer from its registry'}"
@@ -628,15 +632,17 @@ class RecvRooms:
         )
         self.context.note("room-undrained", text, "warning", room=room.room)
 
-    def _gone(self, ranks: Sequence[str]) -> str:
+    def _gone(self, ranks: Sequence[str], restarting: bool) -> str:
         """Returns the last error of one of these ranks that was lost and has not come back soon; "" if there is none.
 
         The room does not wait for the rank's next incarnation: the router sent the request to the lost process, so the
-        next process will not have it.
+        next process will not have it. `restarting`: one that the registry names already may be only slow to answer.
         """
         for name in ranks:
             peer = self.context.peers.get(name)
             if peer is None or peer.state is not PeerState.LOST:
+                continue
+            if restarting and peer.registered not in (0, peer.incarnation):
                 continue
             if self.context.now_ns - peer.heard_ns > self.context.timing.suspect_ns:
                 return peer.last_error or f"{name} is lost"

@@ -131,10 +131,8 @@ class SendAdmission:
         room.opened_by.add(transfer.reader_rank)  # last, since any thread may ask whether the room is opened
         self.state.transfers[key] = transfer
         record = room.record
-        record.nonce = record.nonce or message.nonce  # with several decode ranks, the first nonce is shown
-        record.nonces.append(message.nonce)
         record.planned += transfer.planned
-        record.peers.append(peer.name)
+        record.join(peer.name, message.nonce)
         record.event("accept", self.context.now_ns, peer=peer.name)
         self.context.send(peer.name, answer)
         return room, transfer

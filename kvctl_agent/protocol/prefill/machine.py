@@ -115,6 +115,10 @@ class PrefillMachine(Machine):
         """Returns the gated parts: they are ready, but may not be sent yet."""
         return [entry for parked in list(self.state.parked.values()) for entry in list(parked.values())]
 
+    @property
+    def refuses_rooms(self) -> bool:
+        return self.state.draining
+
     def sends(self, room: int) -> bool:
         known = self.state.rooms.get(room)
         return known is not None and known.claimed

@@ -491,7 +491,7 @@ class SendRooms:
         A failed room is released and ended once nothing of it is in flight.
         """
         if room.failure is not None:
-            self._settle(room)
+            self._forget_when_drained(room)
             return
         for transfer in [each for each in room.transfers.values() if each.recalled is not None and each.drained]:
             self._end_recalled(room, transfer)
@@ -545,14 +545,14 @@ class SendRooms:
             if not transfer.acked:
                 self.send_failed(transfer, failure)
         self.enter(room, RoomState.FAILED)
-        self._settle(room)
+        self._forget_when_drained(room)
         for transfer in room.transfers.values():
             self.staging.request_next(transfer.peer)
 
     def send_failed(self, transfer: PeerTransfer, failure: Failure) -> None:
         self.context.send(transfer.peer, msg.RoomFailed(transfer.room, transfer.nonce, **failure))
 
-    def _settle(self, room: SendRoom) -> None:
+    def _forget_when_drained(self, room: SendRoom) -> None:
         """Finishes a failed room: answers RoomAbort, then releases and forgets the room once nothing is in flight."""
         for transfer in room.transfers.values():
             if transfer.abort_received and transfer.drained and not transfer.drained_sent:

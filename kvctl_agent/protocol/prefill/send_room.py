@@ -23,7 +23,8 @@ from kvctl_agent.protocol.events import Pages, SendPages
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
-from kvctl_agent.telemetry.room_records import BusyTime, RoomRecord
+from kvctl_agent.telemetry.durations import BusyTime
+from kvctl_agent.telemetry.room_records import RoomRecord
 
 
 class SendableChunk(NamedTuple):

@@ -181,8 +181,8 @@ class Engine:
         """Returns the TCP state of each connection of this process to the data port of a peer's engine."""
         address = self._data_addresses.get(session)
         states = []
-        for _, copy in _sockets() if address else []:
-            with copy, contextlib.suppress(OSError):  # not connected
+        for _, copy in _sockets() if address else ():
+            with contextlib.suppress(OSError):  # not connected
                 if copy.getpeername()[:2] == address:
                     states.append(copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0])
         return states
@@ -205,7 +205,7 @@ class Engine:
             with contextlib.suppress(OSError), _copy(number) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(_STOP_S * 1e6)))
         for _, copy in _sockets():
-            with copy, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
                 if copy.getsockname()[1] == self._port and not _listens(copy):
                     copy.shutdown(socket.SHUT_RDWR)
         # The accept call in progress still has the old timeout.
@@ -235,12 +235,12 @@ def start(protocol: str, device: str, host: str) -> Engine:
     module, wheel = import_engine()
     _check_protocol(module, wheel, protocol, device)
     with _starting, _environment(PROTOCOLS[protocol].variable), captured_stderr(drop=_FALSE_ALARMS) as output:
-        before = {number for number, _ in _sockets(close=True)}
+        before = {_inode(copy) for _, copy in _sockets()}
         engine = module.TransferEngine()
         disown_in_children(engine)
         code = engine.initialize(host, "P2PHANDSHAKE", protocol, device.replace("+", ","))
         port = engine.get_rpc_port() if code == 0 else 0
-        fresh = [number for number, _ in _sockets(close=True) if number not in before and _listens_at(number)]
+        fresh = [number for number, copy in _sockets() if _inode(copy) not in before and _listens(copy)]
     if code:
         text = output.decode("utf-8", "replace").strip()
         raise TransportError(f"{wheel} could not start with protocol {protocol} at {host} (code {code}): {text}")
@@ -286,12 +286,11 @@ def _environment(variable: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _sockets(close: bool = False) -> list[tuple[int, socket.socket]]:
-    """Returns the descriptor number and a duplicate of each internet socket of this process.
+def _sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yields the descriptor number and a duplicate of each internet socket of this process.
 
-    The caller must close the duplicates, unless `close` is True; then they are closed already.
+    Other threads may close the socket itself at any time. The duplicate is closed as the iteration goes on.
     """
-    found = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names, not paths
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
@@ -299,12 +298,9 @@ def _sockets(close: bool = False) -> list[tuple[int, socket.socket]]:
             copy = _copy(int(name))
         except OSError:  # closed in the meantime
             continue
-        if copy.family in (socket.AF_INET, socket.AF_INET6):
-            found.append((int(name), copy))
-            if not close:
-                continue
-        copy.close()
-    return found
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                yield int(name), copy
 
 
 def _copy(number: int) -> socket.socket:
@@ -353,9 +349,8 @@ def _listens(copy: socket.socket) -> bool:
     return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _listens_at(number: int) -> bool:
-    with _copy(number) as copy:
-        return _listens(copy)
+def _inode(copy: socket.socket) -> int:
+    return os.fstat(copy.fileno()).st_ino
 
 
 def _bind_to_loopback(number: int) -> bool:

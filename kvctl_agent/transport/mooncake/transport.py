@@ -45,10 +45,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvctl_agent.contract import resolver
 from kvctl_agent.contract.addresses import AddressError, tcp_address
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, TransportError
+from kvctl_agent.host import resolver
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.transport.base import Addresses, Arrival, Sizes
 from kvctl_agent.transport.checks import CheckedTransport, Ranges, check_tag

@@ -93,15 +93,12 @@ def load() -> tuple[Any, str]:
     return binding, version
 
 
-def start(name: str, backend: str, backend_params: dict[str, str], enter: Callable[[], None]) -> Engine:
-    """Creates a NIXL agent called `name` with one backend; `enter` is as in `Engine`.
-
-    `backend_params` are the parameters of the backend.
+def start(name: str, enter: Callable[[], None]) -> Engine:
+    """Creates a NIXL agent called `name`, which has no backend yet; `enter` is as in `Engine`.
 
     Raises:
-        TransportUnavailable: NIXL is missing or does not have the backend.
-        ConfigError: the backend does not have a parameter.
-        TransportError: the backend cannot start.
+        TransportUnavailable: NIXL is missing.
+        TransportError: the agent cannot be created.
     """
     binding, version = load()
     errors = _errors(binding)
@@ -113,7 +110,22 @@ def start(name: str, backend: str, backend_params: dict[str, str], enter: Callab
     config.syncMode = binding.NIXL_THREAD_SYNC_RW
     try:
         agent = binding.nixlAgent(name, config)
-        disown_in_children(agent)
+    except errors as error:
+        raise TransportError(f"nixl {version} could not create an agent: {error}") from error
+    disown_in_children(agent)
+    return Engine(binding, agent, version, errors, enter)
+
+
+def add_backend(engine: Engine, backend: str, backend_params: dict[str, str]) -> None:
+    """Starts the backend of an agent, with the backend's parameters.
+
+    Raises:
+        TransportUnavailable: NIXL does not have the backend.
+        ConfigError: the backend does not have a parameter.
+        TransportError: the backend cannot start.
+    """
+    agent, version = engine.agent, engine.version
+    try:
         if backend not in agent.getAvailPlugins():
             known = ", ".join(sorted(agent.getAvailPlugins()))
             raise TransportUnavailable(f"nixl {version} has no backend {backend!r}; it has {known}")
@@ -123,9 +135,8 @@ def start(name: str, backend: str, backend_params: dict[str, str], enter: Callab
                 allowed = ", ".join(["backend", *sorted(known_params)])
                 raise ConfigError(f"transport_params: nixl's {backend} has no parameter {key!r}; allowed: {allowed}")
         agent.createBackend(backend, backend_params)
-    except errors as error:
+    except engine.errors as error:
         raise TransportError(f"nixl {version} could not start its {backend} backend: {error}") from error
-    return Engine(binding, agent, version, errors, enter)
 
 
 def translate(engine: Engine, error: Exception, what: str, peer: str, engine_name: str) -> TransportError:

@@ -1,12 +1,13 @@
-"""Writes whose requests native code makes, posts and polls: the form of `nixl.requests` that does not need the GIL.
+"""Writes whose requests native code makes, posts and polls, without the GIL (`kvctl_agent/native/nixl_requests.cpp`).
 
 Every call of NIXL's binding releases the GIL and takes it again. Beside an engine's thread that runs Python each of
-them may wait for it for 5 ms, and Python threads that post wait for each other. Here the threads of the native copy
-pool make and post the requests of a write (`_requests.cpp`), on path staged each as soon as its piece is gathered,
-while the piece is in the cache of that core.
+them may wait for it for 5 ms, and Python threads that post wait for each other. Here the threads of the copy pool make
+and post the requests of a write, on path staged each as soon as its piece is gathered, while the piece is in the cache
+of that core.
 
-The extension is optional, as that of the copies is, and knows NIXL 1.5 only. Without it, or with another version, the
-transport uses the binding.
+Native code calls C++ functions of NIXL by their names, and depends on how NIXL lays out its options and lists. It was
+written for NIXL 1.5; with another version, or another build whose functions are not found, the transport posts through
+the binding (`nixl.requests`), and the agent says so in its log of events.
 """
 
 from __future__ import annotations
@@ -17,19 +18,11 @@ from typing import Any, NamedTuple
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.copier import PendingCopy
-from kvctl_agent.memory.native_copier import NativeCopyPool
+from kvctl_agent.memory.host_copier import CopyPool
+from kvctl_agent.native import nixl_requests
 from kvctl_agent.transport.base import Addresses, Sizes
 from kvctl_agent.transport.nixl.binding import Engine, status_error, translate
 from kvctl_agent.transport.nixl.requests import NO_PTRACE, InFlight, Peer
-
-try:
-    from kvctl_agent.transport.nixl import _requests
-
-    Library, WriteRequests = _requests.Library, _requests.WriteRequests
-except (ImportError, AttributeError):  # not built, or built by an earlier version
-    BUILT = False
-else:
-    BUILT = True
 
 
 class Described(NamedTuple):
@@ -55,21 +48,29 @@ _CAPI = "libnixl_capi.so"
 _ABI = re.compile(rb"__pybind11_internals_v\d+_([a-z0-9_]*abi[a-z0-9_]*?)__\0")
 
 
-def open_library(engine: Engine) -> _requests.Library | None:
-    """Returns NIXL's functions for the engine's agent; None if this NIXL cannot be called without its binding."""
-    if not BUILT or not engine.version.startswith(_VERSION):
-        return None
+def open_library(engine: Engine) -> nixl_requests.Library:
+    """Returns NIXL's functions for the engine's agent.
+
+    Raises:
+        TransportError: native code cannot call this NIXL; the text names its version and what is missing.
+    """
+
+    def refused(why: str) -> TransportError:
+        return TransportError(f"NIXL {engine.version} {why}; kvctl calls NIXL 1.5 natively: pip install 'nixl~=1.5.0'")
+
+    if not engine.version.startswith(_VERSION):
+        raise refused("is another version")
     file = Path(getattr(engine.binding, "__file__", ""))
-    if not file.is_file():
-        return None
-    abi = _ABI.search(file.read_bytes())
+    abi = _ABI.search(file.read_bytes()) if file.is_file() else None
+    if abi is None:
+        raise refused("has a binding that is not built with pybind11")
     capi = file.parents[1] / f".{file.parent.name}.mesonpy.libs" / _CAPI
-    if abi is None or not capi.is_file():
-        return None
+    if not capi.is_file():
+        raise refused(f"has no {_CAPI} beside its binding")
     try:
-        return Library(str(capi), abi[1], engine.agent)
-    except OSError:
-        return None
+        return nixl_requests.Library(str(capi), abi[1], engine.agent)
+    except (OSError, AttributeError) as error:  # AttributeError: its pybind11 has no conduit
+        raise refused(f"cannot be called ({error})") from error
 
 
 class NativeWrite:
@@ -83,7 +84,7 @@ class NativeWrite:
         in_flight: InFlight,
         engine: Engine,
         peer: Peer,
-        requests: _requests.WriteRequests,
+        requests: nixl_requests.WriteRequests,
         nbytes: int,
         ends: list[int],
     ) -> None:
@@ -95,7 +96,7 @@ class NativeWrite:
         self._running: PendingCopy | None = None
         self._in_flight = in_flight
         self._engine = engine
-        self._requests: _requests.WriteRequests | None = requests
+        self._requests: nixl_requests.WriteRequests | None = requests
         self._count = len(ends)
         in_flight.add(self)
 
@@ -125,7 +126,7 @@ class NativeWrite:
             assert self.error is not None
             raise self.error
 
-    def run_on(self, copy_pool: NativeCopyPool) -> None:
+    def run_on(self, copy_pool: CopyPool) -> None:
         """Posts the requests on the threads of a copy pool."""
         assert self._requests is not None
         self._running = copy_pool.run(self._count, self)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
@@ -75,7 +74,10 @@ class OpenWrite(Protocol):
 
 
 class NixlWrite:
-    """A posted transfer request, as a `Write`."""
+    """A transfer request that was posted through NIXL's binding, as a `Write`.
+
+    Used where native code cannot call this version of NIXL (`nixl.native_requests`).
+    """
 
     def __init__(self, in_flight: InFlight, peer: Peer, handle: int, nbytes: int, descriptors: int) -> None:
         self.bytes = nbytes
@@ -105,70 +107,7 @@ class NixlWrite:
         self._in_flight.free(self)
 
 
-class DividedWrite:
-    """A write whose slices are posted by several threads, as a `Write`.
-
-    It ends when all slices have ended; if one fails, the others may still be in flight until then.
-    """
-
-    def __init__(self, in_flight: InFlight, slices: list[Slice], nbytes: int, descriptors: int) -> None:
-        self.bytes = nbytes
-        self.descriptors = descriptors
-        self.error: TransportError | None = None
-        self._in_flight = in_flight
-        self._left = slices
-
-    def poll(self) -> bool:
-        if not self._in_flight.advance(self):
-            return False
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def release(self) -> bool:
-        return self._in_flight.drain(self)
-
-    def advance(self) -> bool:
-        """Polls the slices that have not ended, and returns whether none is left; the first failure is in `error`."""
-        left = []
-        for each in self._left:
-            if each.posted and (each.write is None or self._in_flight.advance(each.write)):
-                self.error = self.error or (each.error if each.write is None else each.write.error)
-            else:
-                left.append(each)
-        self._left = left
-        return not left
-
-
-class Slice:
-    """One slice of a divided write.
-
-    Attributes:
-        posted: Whether `write` or `error` is set.
-        write: The posted request; None before it is posted, and if that failed.
-        error: The reason why it could not be posted.
-    """
-
-    def __init__(self, post: Callable[[], NixlWrite]) -> None:
-        self.posted = False
-        self.write: NixlWrite | None = None
-        self.error: TransportError | None = None
-        self._post: Callable[[], NixlWrite] | None = post
-
-    def run(self) -> None:
-        """Posts the slice; called once, by a posting thread."""
-        assert self._post is not None
-        try:
-            self.write = self._post()
-        except TransportError as error:
-            self.error = error
-        except Exception as error:  # for example MemoryError; the write must end
-            self.error = TransportError(f"nixl: cannot post a slice of a write: {error!r}")
-        self._post = None
-        self.posted = True
-
-
-class InFlight(AbandonedWrites[NixlWrite | DividedWrite | OpenWrite]):
+class InFlight(AbandonedWrites[NixlWrite | OpenWrite]):
     """The writes of one agent that NIXL has not finished; posts and polls those of the binding, and drains all."""
 
     def __init__(self, engine: Engine) -> None:
@@ -229,7 +168,7 @@ class InFlight(AbandonedWrites[NixlWrite | DividedWrite | OpenWrite]):
             self.free(write)
         return write
 
-    def advance(self, write: NixlWrite | DividedWrite | OpenWrite) -> bool:
+    def advance(self, write: NixlWrite | OpenWrite) -> bool:
         """Polls a write and returns whether NIXL has finished it; a failure is stored in its `error`."""
         if not isinstance(write, NixlWrite):
             return write.advance()

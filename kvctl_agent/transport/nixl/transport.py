@@ -35,9 +35,8 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -47,22 +46,21 @@ import numpy.typing as npt
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import PeerDisconnected, TransportError
-from kvctl_agent.gil import GilSharing
 from kvctl_agent.layout.page_indices import FEW
-from kvctl_agent.memory.native_copier import NativeCopyPool
+from kvctl_agent.memory.host_copier import CopyPool
 from kvctl_agent.memory.region import Region
+from kvctl_agent.native import nixl_requests
 from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Waited
 from kvctl_agent.transport.checks import check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name
 from kvctl_agent.transport.engine_errors import captured_stderr, explain_refusal
 from kvctl_agent.transport.environment import require_cuda_transports
-from kvctl_agent.transport.nixl import binding, native_requests
+from kvctl_agent.transport.nixl import binding
 from kvctl_agent.transport.nixl.native_requests import UNLIMITED_NS, Described, NativeWrite, open_library
-from kvctl_agent.transport.nixl.requests import DividedWrite, InFlight, NixlWrite, Peer, Slice
+from kvctl_agent.transport.nixl.requests import InFlight, NixlWrite, Peer
 from kvctl_agent.transport.nixl.threads import (
     MAX_SHARED,
     SLICE_BYTES,
-    PostingThreads,
     SliceTags,
     slice_size,
     thread_count,
@@ -71,18 +69,19 @@ from kvctl_agent.transport.nixl.threads import (
 _MAGIC = b"kvctl-nixl-4"
 _LINGER_S = 0.1
 _LINGER_NS = 500_000  # of a pool's thread after the last post of a write
-_HELD_BYTES = 256 << 10  # as in _requests.cpp: what takes less than 100 µs is not handed over to threads
+_HELD_BYTES = 256 << 10  # as in common.h: what takes less than 100 µs is not handed over to threads
 _SHARE_OF_WAIT, _SHARE_OF_WAIT_ON_DEVICE = 8, 64  # pauses between looks for tags are this part of the wait so far
 _SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
 _LOCAL = "this agent's memory"
 
-AnyWrite = NixlWrite | DividedWrite | NativeWrite
+AnyWrite = NixlWrite | NativeWrite
 
 
 class NixlTransport:
     """Transport of one NIXL agent.
 
-    `params` may have `backend` (default UCX); all other entries are parameters of that backend.
+    `params` may have `backend` (default UCX); all other entries are parameters of that backend. The threads of the copy
+    pool post large writes if `num_threads` is not 0, no `device` is given, and native code can call this NIXL.
     """
 
     name = "nixl"
@@ -92,27 +91,29 @@ class NixlTransport:
         agent_name: str,
         params: Mapping[str, str],
         device: Device | None = None,
-        sharing: GilSharing | None = None,
-        copy_pool: NativeCopyPool | None = None,
+        copy_pool: CopyPool | None = None,
     ) -> None:
         backend_params = dict(params)
         self._backend = backend_params.pop("backend", "UCX")
-        threads = thread_count(backend_params)
-        if threads and copy_pool is not None:
-            threads = copy_pool.threads
+        configured = thread_count(backend_params)
+        threads = copy_pool.threads if configured and copy_pool is not None and device is None else 0
         self._slice_size = slice_size(backend_params)
-        if threads and self._backend == "UCX":
-            # One more for those who post without these threads, and one for the tags of the control loop.
-            backend_params.setdefault("num_workers", str(threads + 2))
         for ours in ("num_threads", "split_batch_size"):
             backend_params.pop(ours, None)
         own_name = f"{quote(agent_name, safe='', errors='surrogatepass')}#{secrets.token_hex(8)}"
-        self._sharing = GilSharing() if sharing is None else sharing
         self._device = device
         if device is not None:
             require_cuda_transports()
         with self._visit():
-            self._engine = binding.start(own_name, self._backend, backend_params, self._enter)
+            self._engine = binding.start(own_name, self._enter)
+            self._native, self._why_binding = self._open_library()
+            # Large writes are divided among the threads of the copy pool, which have no device. Threads that post
+            # through the binding would wait for each other, because each of its calls takes the GIL.
+            self._threads = threads if self._native is not None else 0
+            if self._threads:
+                # One more for those who post without these threads, and one for the tags of the control loop.
+                backend_params.setdefault("num_workers", str(self._threads + 2))
+            binding.add_backend(self._engine, self._backend, backend_params)
         self._agent = self._engine.agent
         self._in_flight = InFlight(self._engine)
         self._closed = False
@@ -126,16 +127,20 @@ class NixlTransport:
         self._landed: deque[Arrival] = deque()
         self._linger_until = 0.0
         self._slices = SliceTags()
-        self._native = open_library(self._engine) if self._backend == "UCX" else None
         self._share_of_wait = _SHARE_OF_WAIT if device is None else _SHARE_OF_WAIT_ON_DEVICE
-        # Large writes are divided among the threads of the copy pool, or without native code among Python threads. The
-        # threads of the pool have no device.
-        self._threads = threads
-        self._copy_pool = copy_pool if threads and self._native is not None and device is None else None
-        self._posting = PostingThreads(agent_name, threads) if threads and self._copy_pool is None else None
+        self._copy_pool = copy_pool if self._threads else None
         # Who gathers posts, too; but threads that copy and shall not post would share the connection of the loop.
         copies_on_threads = copy_pool is not None and copy_pool.threads > 0
-        self._defers = self._native is not None and device is None and copies_on_threads == bool(threads)
+        self._defers = self._native is not None and device is None and copies_on_threads == bool(self._threads)
+
+    def _open_library(self) -> tuple[nixl_requests.Library | None, str]:
+        """Returns NIXL's functions for native code; without them, why the transport posts through the binding."""
+        if self._backend != "UCX":
+            return None, "only its UCX backend is called by native code"
+        try:
+            return open_library(self._engine), ""
+        except TransportError as error:
+            return None, str(error)
 
     def register(self, regions: Sequence[Region]) -> None:
         self._check_open()
@@ -227,32 +232,33 @@ class NixlTransport:
         self, peer: str, local_addrs: Addresses, remote_addrs: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
     ) -> AnyWrite:
         known = self._peer(peer)
+        if self._native is None or not 0 < len(local_addrs) == len(remote_addrs) == len(sizes):
+            return self._post_by_binding(known, local_addrs, remote_addrs, sizes, tag)
         nbytes = _total(sizes)
         edges = self._edges(len(sizes), nbytes if tag is not None else 0)
-        if 0 < len(local_addrs) == len(remote_addrs) == len(sizes) and self._posts_natively(edges, nbytes, tag):
-            described = self._described(known, local_addrs, remote_addrs, sizes)
-            return self._post_natively(known, described, nbytes, edges, self._tags(tag, len(sizes), edges), tag)
-        slices = [
-            (
-                self._descriptors(self._memory, local_addrs[cut], sizes[cut], _LOCAL),
-                self._descriptors(known.memory, remote_addrs[cut], sizes[cut], f"peer {peer!r}"),
-                sizes[cut],
-            )
-            for cut in edges
-        ]
+        described = self._described(known, local_addrs, remote_addrs, sizes)
+        tags = self._tags(tag, len(sizes), edges)
+        write = self._native_write(known, described, nbytes, edges, tags, UNLIMITED_NS)
+        pool = self._copy_pool
+        if pool is not None and self._is_for_threads(pool, edges, nbytes, tag) and pool.has_threads:
+            write.run_on(pool)
+        else:
+            write.post()
+        return write
 
-        def post(number: int, sent: bytes) -> NixlWrite:
-            self._enter()
-            here, there, cut_sizes = slices[number]
-            try:
-                handle = self._agent.createXferReq(
-                    self._engine.binding.NIXL_WRITE, here, there, known.engine_name, sent, []
-                )
-            except self._engine.errors as error:
-                raise self._error(error, f"cannot prepare a write of {len(cut_sizes)} descriptors", known) from error
-            return self._in_flight.post(known, handle, int(cut_sizes.sum()), len(cut_sizes))
-
-        return self._post(post, nbytes, len(sizes), edges, tag)
+    def _post_by_binding(
+        self, peer: Peer, local: Addresses, remote: Addresses, sizes: Sizes, tag: bytes | SharedTag | None
+    ) -> NixlWrite:
+        """Posts a write as one request through NIXL's binding, or refuses descriptors that do not match."""
+        here = self._descriptors(self._memory, local, sizes, _LOCAL)
+        there = self._descriptors(peer.memory, remote, sizes, f"peer {peer.key!r}")
+        (sent,) = self._tags(tag, len(sizes), [slice(0, None)])
+        write = self._engine.binding.NIXL_WRITE
+        try:
+            handle = self._agent.createXferReq(write, here, there, peer.engine_name, sent, [])
+        except self._engine.errors as error:
+            raise self._error(error, f"cannot prepare a write of {len(sizes)} descriptors", peer) from error
+        return self._in_flight.post(peer, handle, _total(sizes), len(sizes))
 
     def defers(self, peer: str) -> bool:
         return self._defers and self._memory.only == HOST == self._peer(peer).memory.only
@@ -274,16 +280,12 @@ class NixlTransport:
         return self._native_write(known, described, _total(sizes), each, self._tags(tag, len(sizes), each), until_ns)
 
     def _edges(self, descriptors: int, nbytes: int) -> list[slice]:
-        """Divides the descriptors of a write into slices for the posting threads; one slice of a small write.
+        """Divides the descriptors of a write into slices, at most one a thread; a small write is one slice.
 
         `nbytes` is 0 for a write without a tag. A copy that failed shows only in a tag on the same endpoint, so writes
         of which the last alone has a tag must all be posted by one thread.
-
-        Python threads divide no write beside an engine's thread that runs Python. Each would wait for the GIL
-        twice, 5 ms each time and one thread after another, which takes longer than the copy.
         """
-        alone = not self._threads or (self._posting is not None and self._sharing.contended)
-        most = 1 if alone else min(self._threads, descriptors)
+        most = min(self._threads, descriptors)
         count = max(1, min(most, max(descriptors // self._slice_size, nbytes // SLICE_BYTES)))
         edges = [descriptors * number // count for number in range(count)]
         return [slice(first, end) for first, end in zip(edges, [*edges[1:], None], strict=True)]
@@ -293,18 +295,13 @@ class NixlTransport:
         devices = self._memory.of(local, _LOCAL), peer.memory.of(remote, f"peer {peer.key!r}")
         return Described(local, remote, sizes, devices)
 
-    def _posts_natively(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
-        """Returns whether native code posts a write: any, unless it is for Python threads."""
-        return self._native is not None and (self._posting is None or not self._is_for_threads(edges, nbytes, tag))
+    @staticmethod
+    def _is_for_threads(pool: CopyPool, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
+        """Returns whether the threads of the pool post a write: one that is divided, or a large one with a tag.
 
-    def _is_for_threads(self, edges: list[slice], nbytes: int, tag: bytes | SharedTag | None) -> bool:
-        """Returns whether the posting threads post a write: one that is divided, or a large one with a tag.
-
-        Python threads, and threads on few cores, get large writes only if these share a tag: a hand-over to the former
-        takes the GIL, and to the latter the core of the control loop.
+        Threads on few cores get large writes only if these share a tag: a hand-over takes the core of the control loop.
         """
-        pool = self._copy_pool
-        if pool is not None and not pool.considerate and tag is not None and nbytes > _HELD_BYTES:
+        if not pool.considerate and tag is not None and nbytes > _HELD_BYTES:
             return True
         return len(edges) > 1 or (isinstance(tag, SharedTag) and nbytes >= SLICE_BYTES)
 
@@ -315,56 +312,10 @@ class NixlTransport:
         assert self._native is not None
         linger_ns, threads = (_LINGER_NS, self._threads) if self._copy_pool is not None else (0, 0)
         ends = [len(described.local) if cut.stop is None else cut.stop for cut in edges]
-        requests = native_requests.WriteRequests(
+        requests = nixl_requests.WriteRequests(
             self._native, peer.engine_name, *described, ends, tags, until_ns, linger_ns, threads
         )
         return NativeWrite(self._in_flight, self._engine, peer, requests, nbytes, ends)
-
-    def _post_natively(
-        self,
-        peer: Peer,
-        described: Described,
-        nbytes: int,
-        edges: list[slice],
-        tags: list[bytes],
-        tag: bytes | SharedTag | None,
-    ) -> NativeWrite:
-        """Posts a write on this thread, or on those of the copy pool."""
-        write = self._native_write(peer, described, nbytes, edges, tags, UNLIMITED_NS)
-        pool = self._copy_pool
-        if pool is not None and self._is_for_threads(edges, nbytes, tag) and pool.has_threads:
-            write.run_on(pool)
-        else:
-            write.post()
-        return write
-
-    def _post(
-        self,
-        post: Callable[[int, bytes], NixlWrite],
-        nbytes: int,
-        descriptors: int,
-        edges: list[slice],
-        tag: bytes | SharedTag | None,
-    ) -> NixlWrite | DividedWrite:
-        """Posts a write on this thread, or its slices on the posting threads.
-
-        The posting threads post writes that are divided, and large ones that share a tag.
-
-        Args:
-            post: posts a slice, given by its number, with what is sent as its tag.
-            nbytes: bytes of the write.
-            descriptors: descriptors of the write.
-            edges: descriptors of each slice.
-            tag: tag of the write.
-        """
-        sent = self._tags(tag, descriptors, edges)
-        large = self._is_for_threads(edges, nbytes, tag) and not self._sharing.contended
-        if self._posting is None or (len(edges) == 1 and not large):
-            return post(0, sent[0])
-        slices = [Slice(partial(post, number, each)) for number, each in enumerate(sent)]
-        for each in slices:
-            self._posting.put(each.run)
-        return DividedWrite(self._in_flight, slices, nbytes, descriptors)
 
     def _tags(self, tag: bytes | SharedTag | None, descriptors: int, edges: list[slice]) -> list[bytes]:
         """Returns what is sent with each slice of a write."""
@@ -421,6 +372,7 @@ class NixlTransport:
             "backend": self._backend,
             "threads": self._threads,
             "posts": "native" if self._native is not None else "binding",
+            **({} if self._native is not None else {"why_binding": self._why_binding}),
             "lanes": [settings.get("UCX_TLS", "UCX default")],
             "environment": settings,
         }
@@ -435,8 +387,6 @@ class NixlTransport:
         while time.monotonic() < self._linger_until:
             self.progress()
             time.sleep(0.0005)
-        if self._posting is not None:
-            self._posting.close()
         self._closed = True
         self._in_flight.close()
         for peer in list(self._peers):

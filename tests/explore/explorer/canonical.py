@@ -84,13 +84,8 @@ IRRELEVANT: dict[str, dict[str, str]] = {
         "paths": _TOLD,
         "cut": _TOLD,
     },
-    "Expected": {
-        "pages": "named by room and nonce",
-        "prefix_pages": "named by room and nonce",
-        "total_pages": "named by room and nonce",
-        "items": "named by room and nonce",
-        "failure": "for the words of a complaint",
-    },
+    "ExpectedRoom": {"plan": "named by room and nonce"},
+    "Expected": {"opening": "named by room and nonce", "failure": "for the words of a complaint"},
 }
 
 # Mappings that are looked up by key, and never walked in an order that anybody could see.
@@ -99,8 +94,9 @@ UNORDERED: dict[str, frozenset[str]] = {
     "Tombstones": frozenset({"_entries"}),  # they do not expire here
     "RecvRoom": frozenset({"landed", "scattered", "granted"}),
     "GrantTable": frozenset({"_by_part", "_by_room"}),
-    "Witness": frozenset({"rooms", "sent", "ring_bytes", "queued", "lives"}),
-    "Expected": frozenset({"written"}),
+    "Witness": frozenset({"rooms", "sent", "ring_bytes", "transfers", "lives"}),
+    "ExpectedRoom": frozenset({"covered"}),
+    "ExpectedTransfer": frozenset({"sent"}),
 }
 
 _ATOMS = frozenset({int, str, bytes, bool, float, type(None)})

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvctl.lab.replay.invariants import RoomPlan
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import TransferSlice
@@ -21,6 +22,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
+from kvctl_agent.telemetry.null import NullTelemetry
 from tests.support.protocol.simulation import SECOND, direct, staged
 
 NOW_NS = SECOND  # as in a world before its first tick
@@ -41,57 +43,7 @@ LAPSED = 20  # longer than a room may wait to be opened or claimed
 FAILURE: Failure = {"rank": "somebody", "code": "ABORTED", "at_ns": 0, "text": "for some reason"}
 
 
-class _Record:
-    """The methods of a room's record that the machines call."""
-
-    def __init__(self, nonce: int) -> None:
-        self.nonce = nonce
-        self.planned = self.sent = self.landed = self.scattered = self.parked = self.pages = 0
-        self.peers: list[str] = []
-        self.forward_begun_at: int | None = None
-        self.forward_done_at: int | None = None
-
-    @property
-    def nonces(self) -> list[int]:
-        """For display only; appended nonces are not part of the state."""
-        return []
-
-    def leave(self, peer: str, nonce: int) -> None:
-        self.peers.remove(peer)
-        self.nonce = 0
-
-    def _nothing(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    state = event = finish = fail = _nothing
-
-
-class Silent:
-    """Telemetry that stores nothing, so that a state consists only of protocol data."""
-
-    def __init__(self) -> None:
-        self.metrics = self.recorder = self.rooms = self.transfers = self.clock = self
-
-    def open(self, room: int, nonce: int) -> _Record:
-        return _Record(nonce)
-
-    def wall_ns(self, moment_ns: int) -> int:
-        return 0
-
-    def _nothing(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    add = record = part = finish = begin = arrived = cancel = _nothing
-
-    def __reduce__(self) -> tuple[Callable[[], Silent], tuple[()]]:
-        return _silent, ()
-
-
-SILENT = Silent()
-
-
-def _silent() -> Silent:
-    return SILENT
+SILENT: Any = NullTelemetry()
 
 
 class _Frozen:
@@ -166,7 +118,9 @@ class _Pickler(pickle.Pickler):
             Timing,
             msg.PeerInfo,
             msg.RoomOpen,
+            ev.OpenRoom,
             ev.Transfer,
+            RoomPlan,
         ),
         _shared.keep,
     )

@@ -14,7 +14,7 @@ from kvctl_agent.protocol import events as ev
 from tests.explore.explorer.canonical import Walk
 from tests.explore.explorer.frozen import freeze, thaw
 from tests.explore.explorer.machines import Machines, Seen
-from tests.support.protocol.oracle import Expected, Oracle, Write
+from tests.support.protocol.oracle import Oracle, Write
 
 
 class Witness(Oracle):  # type: ignore[misc]
@@ -64,20 +64,7 @@ class Witness(Oracle):  # type: ignore[misc]
         return False
 
     def called(self, name: str, event: ev.Event) -> None:
-        if isinstance(event, ev.OpenRoom):
-            items = tuple(numbers.tolist() for numbers in event.states)
-            self.rooms[name, event.room, event.nonce] = Expected(
-                event.room,
-                event.nonce,
-                name,
-                event.pages.tolist(),
-                event.prefix_pages,
-                event.total_pages,
-                event.aux_index,
-                items=items,
-                prefill_only=event.prefill_only,
-            )
-        elif isinstance(event, ev.SendRoom):
+        if isinstance(event, ev.SendRoom):
             life = name, event.room
             self.sent[life] = RoomState.BOOTSTRAPPING
             self.sent_released.discard(life)
@@ -92,8 +79,8 @@ class Witness(Oracle):  # type: ignore[misc]
         self.forget(name)
         self.flying = flying
         del self.lives[name]
-        for transfer in [transfer for transfer in self.queued if transfer[0] == name]:
-            del self.queued[transfer]
+        for transfer in [transfer for transfer in self.transfers if transfer[0] == name]:
+            del self.transfers[transfer]
 
     def proven(self, name: str, life: int) -> None:
         """Nothing of this incarnation is in flight any more."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
+from kvctl.lab.replay.formatting import fields_text
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.tag import Tag
 from tests.explore.explorer.flow import Budget, Step
 from tests.explore.explorer.space import Space
-
-_TOLD = ("room", "nonce", "serial", "chunk", "round", "tail", "of", "drained", "to")
 
 
 def history(space: Space, steps: list[Step]) -> str:
@@ -58,7 +53,7 @@ def describe(space: Space, state: tuple[int, ...], step: Step) -> str:
     number = space.contents[state[space.first_channel + step.channel]][step.place]
     item = space.items[number]
     if kind == "message":
-        words_ = f"{names[by]} → {names[to]}: {_message(item)}"
+        words_ = f"{names[by]} → {names[to]}: {fields_text(codec.decode(item)[1][0])}"
     elif kind == "tag":
         words_ = f"{names[by]} → {names[to]}: tag, {_tag(item)}"
     elif kind == "begin":
@@ -83,24 +78,6 @@ def describe(space: Space, state: tuple[int, ...], step: Step) -> str:
         "fail": "",
     }
     return words_ + how[step.what]
-
-
-def _message(frame: bytes) -> str:
-    (message,) = codec.decode(frame)[1]
-    fields: dict[str, Any] = msgspec.structs.asdict(message)
-    told = [f"{name} {fields[name]}" for name in _TOLD if name in fields]
-    for many in ("grants", "parts"):
-        told += [
-            "(" + " ".join(f"{key} {value}" for key, value in _short(entry)) + ")" for entry in fields.get(many, ())
-        ]
-    told += [f"({_tag(tag)})" for tag in fields.get("tags", ())]
-    if mark := fields.get("watermark"):
-        told.append(f"watermark {mark}")
-    return " ".join([type(message).__name__, *told])
-
-
-def _short(entry: msgspec.Struct) -> list[tuple[str, Any]]:
-    return list(msgspec.structs.asdict(entry).items())
 
 
 def _tag(data: bytes) -> str:

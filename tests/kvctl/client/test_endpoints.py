@@ -70,7 +70,9 @@ def test_a_named_dead_agent_is_a_fault(socket_directory: Path) -> None:
         (fault,) = discover([wanted]).faults
         assert "left its socket" in fault.message
     (fault,) = discover([f"ipc://{socket_directory}/nothing.sock"]).faults
-    assert "there is no socket" in fault.message
+    assert fault.message == f"there is no socket {socket_directory}/nothing.sock"
+    (fault,) = discover([f"ipc://{socket_directory}/decode9.sock"]).faults
+    assert fault.message.endswith("/decode9.sock, did you mean decode-9?")
 
 
 def test_tcp_is_believed_until_it_is_asked_and_other_schemes_are_unknown(surroundings: None) -> None:
@@ -131,3 +133,19 @@ def test_many_dead_sockets_cost_little(socket_directory: Path) -> None:
     started = time.monotonic()
     assert len(discover().stale) == 256
     assert time.monotonic() - started < 20  # milliseconds; a wait for each of them would take longer
+
+
+def test_agents_that_their_observer_serves_are_not_probed(socket_directory: Path) -> None:
+    asked: list[Path] = []
+
+    def served(directory: Path) -> set[str]:
+        asked.append(directory)
+        return {f"a{number}" for number in range(20)}
+
+    for number in range(22):
+        leave_socket(socket_directory, f"a{number}")
+    found = discover(served=served)
+    assert len(found.live) == 20
+    assert [endpoint.name for endpoint in found.stale] == ["a20", "a21"]
+    assert not discover(["a1", "a2"], served=served).live
+    assert asked == [socket_directory], "a few are probed"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import zmq
 
@@ -18,6 +20,7 @@ from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import Fault, FaultCode
+from kvctl_agent.contract.admin import RELAY_SOCKET
 from tests.support.names import Names
 
 HELLO = Call("hello")
@@ -273,6 +276,150 @@ def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:
         context.term()
 
 
+class TestObserver:
+    """Agents that are asked over the connection of their observer."""
+
+    @staticmethod
+    def observer(names: list[str], asked: list[bytes]) -> Any:
+        def answer(frames: list[bytes]) -> list[bytes]:
+            name = frames[3]
+            asked.append(name)
+            if not name:
+                return [b"KVA1", frames[1], orjson.dumps({"ok": True, "data": names})]
+            if name == b"ended":
+                error = {"code": "unknown-agent", "message": "no such agent"}
+                return [b"KVA1", frames[1], orjson.dumps({"ok": False, "error": error})]
+            return [b"KVA1", frames[1], orjson.dumps({"ok": True, "data": name.decode()})]
+
+        return answer
+
+    def test_all_of_them_take_one_connection(self, socket_directory: Path) -> None:
+        names, asked = [f"a{number}" for number in range(300)], list[bytes]()
+        endpoints = [Endpoint(name, socket_directory / f"{name}.sock") for name in names]
+        for endpoint in endpoints:
+            assert endpoint.path is not None
+            endpoint.path.touch()
+        with router(socket_directory / RELAY_SOCKET, self.observer(names, asked)), Fanout() as fanout:
+            assert fanout.use_observer(socket_directory, LONG_NS) == set(names)
+            replies = fanout.ask([(endpoint, call) for endpoint in endpoints for call in (HELLO, HELLO)], LONG_NS)
+            assert [reply.data for reply in replies] == [name for name in names for _ in range(2)]
+            assert len(fanout._routes) == 1
+        assert asked == [b"", *(name.encode() for name in names for _ in range(2))]
+
+    def test_one_that_it_serves_no_more_is_asked_itself(self, socket_directory: Path) -> None:
+        def hello(frames: list[bytes]) -> list[bytes]:
+            return [b"KVA1", frames[1], b'{"ok": true, "data": "itself"}']
+
+        asked: list[bytes] = []
+        relay = router(socket_directory / RELAY_SOCKET, self.observer(["ended", "other"], asked))
+        with relay, router(socket_directory / "ended.sock", hello) as ended, Fanout() as fanout:
+            fanout.use_observer(socket_directory, LONG_NS)
+            other = Endpoint("other", socket_directory / "other.sock")
+            for _ in range(2):
+                replies = fanout.ask([(ended, HELLO), (other, HELLO), (ended, HELLO)], LONG_NS)
+                assert [reply.data for reply in replies] == ["itself", "other", "itself"]
+        assert asked == [b"", b"ended", b"ended", b"other", b"other"]
+
+    def test_what_it_has_taken_before_is_not_asked_twice(self, socket_directory: Path) -> None:
+        """An action would be carried out twice."""
+
+        def relay(frames: list[bytes]) -> list[bytes]:
+            if not frames[3]:
+                return [b"KVA1", frames[1], b'{"ok": true, "data": ["a0"]}']
+            if orjson.loads(frames[2])["cmd"] == "drain":
+                return [b"KVA1", frames[1], b'{"ok": true, "data": "drained"}']
+            return [b"KVA1", frames[1], b'{"ok": false, "error": {"code": "unknown-agent", "message": "no a0"}}']
+
+        def itself(frames: list[bytes]) -> list[bytes]:
+            asked.append(orjson.loads(frames[2])["cmd"])
+            return [b"KVA1", frames[1], b'{"ok": true, "data": "itself"}']
+
+        asked: list[str] = []
+        observer, agent = router(socket_directory / RELAY_SOCKET, relay), router(socket_directory / "a0.sock", itself)
+        with observer, agent as endpoint, Fanout() as fanout:
+            fanout.use_observer(socket_directory, LONG_NS)
+            replies = fanout.ask([(endpoint, HELLO), (endpoint, Call("drain"))], LONG_NS)
+        assert [reply.data for reply in replies] == ["itself", "drained"]
+        assert asked == ["hello"]
+
+    def test_an_agent_that_does_not_know_itself_is_asked_once(self, socket_directory: Path) -> None:
+        def unknown(frames: list[bytes]) -> list[bytes]:
+            asked.append(frames[1])
+            return [b"KVA1", frames[1], b'{"ok": false, "error": {"code": "unknown-agent", "message": "no a0"}}']
+
+        asked: list[bytes] = []
+        with router(socket_directory / "a0.sock", unknown) as endpoint:
+            (reply,) = ask(endpoint, HELLO)
+        assert reply.fault == Fault("a0", "unknown-agent", "no a0")
+        assert len(asked) == 1
+
+    def test_many_that_it_serves_no_more_take_no_more_connections_than_are_allowed(
+        self, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        most, wanted = 0, list[int]()
+        put = Fanout._put
+
+        def allowed(_: Fanout, endpoints: Set[Endpoint]) -> int:
+            wanted.append(len(endpoints))
+            return 3
+
+        def counting(self: Fanout, *args: Any) -> bool:
+            nonlocal most
+            sent = put(self, *args)
+            most = max(most, len(self._routes))
+            return sent
+
+        def relay(frames: list[bytes]) -> list[bytes]:
+            if not frames[3]:
+                names = [f"agent-{number}" for number in range(8)]
+                return [b"KVA1", frames[1], orjson.dumps({"ok": True, "data": names})]
+            return [b"KVA1", frames[1], b'{"ok": false, "error": {"code": "unknown-agent", "message": ""}}']
+
+        monkeypatch.setattr(Fanout, "_connections_allowed", allowed)
+        monkeypatch.setattr(Fanout, "_put", counting)
+        agents = mixed_agents(socket_directory, answering=8, silent=0)
+        with router(socket_directory / RELAY_SOCKET, relay), agents as endpoints, Fanout() as fanout:
+            fanout.use_observer(socket_directory, LONG_NS)
+            replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], LONG_NS)
+        assert [reply.data for reply in replies] == [{}] * 8
+        assert (most, wanted) == (3, [1, 9])
+
+    def test_one_that_does_not_answer_is_asked_again_after_growing_pauses(
+        self, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def silent(frames: list[bytes]) -> None:
+            asked.append(frames[1])
+
+        asked: list[bytes] = []
+        with router(socket_directory / RELAY_SOCKET, silent), Fanout() as fanout:
+            pauses_ns = []
+            for shortest_ns in (1, 1, 1, 1, LONG_NS, LONG_NS):
+                monkeypatch.setattr(fanout_module, "SHORTEST_PAUSE_NS", shortest_ns)
+                monkeypatch.setattr(fanout_module, "LONGEST_PAUSE_NS", 4 * shortest_ns)
+                assert fanout.use_observer(socket_directory, FAST_NS // 10) == frozenset()
+                pauses_ns.append(fanout._pauses[socket_directory][1])
+        assert pauses_ns == [1, 2, 4, 4, LONG_NS, LONG_NS]
+        assert len(asked) <= 5
+
+    def test_one_whose_socket_is_gone_is_at_fault_before_the_time_limit(self, socket_directory: Path) -> None:
+        def silent(frames: list[bytes]) -> list[bytes] | None:
+            return None if frames[3] else [b"KVA1", frames[1], b'{"ok": true, "data": ["a0"]}']
+
+        with router(socket_directory / RELAY_SOCKET, silent), Fanout() as fanout:
+            fanout.use_observer(socket_directory, LONG_NS)
+            (reply,) = fanout.ask([(Endpoint("a0", socket_directory / "a0.sock"), HELLO)], LONG_NS)
+        assert reply.fault == Fault("a0", FaultCode.UNREACHABLE, "its process ended before it answered")
+
+    def test_without_one_there_are_no_names(self, socket_directory: Path) -> None:
+        with Fanout() as fanout:
+            assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
+            with router(
+                socket_directory / RELAY_SOCKET, lambda frames: [b"KVA1", frames[1], b'{"ok": true, "data": 5}']
+            ):
+                assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
+            assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
+
+
 @contextmanager
 def mixed_agents(directory: Path, answering: int, silent: int) -> Iterator[list[Endpoint]]:
     """Endpoints of silent agents, followed by those of agents that answer."""
@@ -297,6 +444,19 @@ def test_silent_agents_leave_the_window_and_delay_nobody(
     assert [reply.fault and reply.fault.code for reply in replies] == ["timeout"] * 5 + [None] * 4
     first = min(reply.rtt_ns for reply in replies[:5])
     assert all(reply.received_at_ns - replies[0].sent_at_ns < first for reply in replies[5:])
+
+
+def test_an_agent_that_cannot_be_reached_without_descriptors_is_at_fault(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def probe(_: Path) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(fanout_module, "probe", probe)
+    monkeypatch.setattr(fanout_module, "shortage", lambda wanted: "descriptors are short" if wanted == 1 else None)
+    with router(socket_directory / "mute.sock", lambda frames: None) as endpoint:
+        (reply,) = ask(endpoint, HELLO, timeout_ns=FAST_NS)
+    assert reply.fault == Fault("mute", FaultCode.TIMEOUT, "was not reached: descriptors are short")
 
 
 def test_connections_beyond_the_limit_are_opened_when_others_are_done(

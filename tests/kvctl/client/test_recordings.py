@@ -35,8 +35,8 @@ from kvctl.errors import CliError
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.observer.flight_recorder import RecordedEvents
 from kvctl_agent.telemetry.clock import Clock
-from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 
 S = 1_000_000_000
 
@@ -109,7 +109,7 @@ def test_events_of_a_series_are_those_of_the_recorder(
     canned: Any, steps: list[int], capacity: int, since: int | None, limit: int, tmp_path: Path
 ) -> None:
     """For any distribution of new events over snapshots, the file answers as the recorder did at each of them."""
-    recorder = FlightRecorder(Clock(), "decode-0", max(capacity, sum(steps)))
+    recorder = RecordedEvents(Clock(), "decode-0", max(capacity, sum(steps)))
     following, moments, expected = None, [], []
     for count in steps:
         for _ in range(count):

@@ -147,7 +147,6 @@ def test_network_devices_keep_their_names_and_lose_their_addresses(canned: Any) 
     answer["nics"][0]["gids"].append(
         {"index": 1, "gid": "fe80::a288:c2ff:fe00:6", "kind": "RoCE v2", "interface": "rail0"}
     )
-    answer["routes"] = [{"peer": "decode-0", "address": "10.0.1.9", "interface": "eth0", "gateway": "10.0.1.254"}]
     document = {
         "host": "gpu-rack7-03",
         "nics": answer,

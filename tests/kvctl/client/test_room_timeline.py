@@ -194,12 +194,13 @@ def test_a_writer_says_what_its_parts_wait_for(canned: Any) -> None:
 
 def test_a_writer_that_tells_nothing_owes_what_has_not_arrived(canned: Any) -> None:
     decode, failed = canned.room_detail("decode-0"), canned.room_detail("prefill-0", failed=True)
-    decode["owed_parts"] = [owed("prefill-0", 8), owed("prefill-1", 4), owed("prefill-2", 4)]
-    (room,) = join([decode, failed], clocks())
+    decode["owed_parts"] = [owed(f"prefill-{number}", cells) for number, cells in enumerate((8, 4, 4, 3))]
+    (room,) = join([decode, failed], clocks(), silent={"prefill-3": "its process 7 is stopped"})
     assert [(part.writer, part.cells, part.waits_for) for part in room.missing_parts] == [
         ("prefill-0", 8, "has failed the room"),
         ("prefill-1", 4, "does not know the room"),
         ("prefill-2", 4, "was not asked or did not answer"),
+        ("prefill-3", 3, "does not answer: its process 7 is stopped"),
     ]
 
 

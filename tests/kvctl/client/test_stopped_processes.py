@@ -1,10 +1,11 @@
-"""Agents whose process is stopped or has ended: their faults, and that the check has no side effects."""
+"""Agents that answer by themselves, and whose process is stopped or has ended: their faults."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from kvctl.client.endpoints import discover, stopped_pid
+from kvctl.client.endpoints import agent_pid, discover, is_stopped
 
 AGENT = """
 import sys, time
 from pathlib import Path
-from kvctl_agent.admin.server import SERVED_HERE, AdminServer
+from kvctl_agent.observer.server import SERVED_HERE
+from tests.support.admin_server import AdminServer
 from kvctl_agent.contract.commands import COMMANDS
 
 handlers = {command.name: lambda _: [] for command in COMMANDS if command.name not in SERVED_HERE}
@@ -47,17 +49,31 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
 
-def test_a_stopped_process_is_found_by_its_lock_file(other: subprocess.Popen[bytes], socket_directory: Path) -> None:
+def test_the_process_of_an_agent_is_found_by_its_lock_file(
+    other: subprocess.Popen[bytes], socket_directory: Path
+) -> None:
     path = socket_directory / "decode-9.sock"
-    assert stopped_pid(path) is None
+    assert agent_pid(path) == other.pid
+    assert not is_stopped(other.pid)
     stop(other)
-    assert stopped_pid(path) == other.pid
+    assert agent_pid(path) == other.pid
+    assert is_stopped(other.pid)
     (socket_directory / "decode-8.lock").write_text(f"{other.pid}\n")  # a number that is another process's by now
-    assert stopped_pid(socket_directory / "decode-8.sock") is None
+    assert agent_pid(socket_directory / "decode-8.sock") is None
     (socket_directory / "decode-8.lock").write_text("no number")
-    assert stopped_pid(socket_directory / "decode-8.sock") is None
+    assert agent_pid(socket_directory / "decode-8.sock") is None
     (socket_directory / "decode-8.lock").unlink()
-    assert stopped_pid(socket_directory / "decode-8.sock") is None
+    assert agent_pid(socket_directory / "decode-8.sock") is None
+
+
+def test_a_socket_that_refuses_while_its_agent_runs_is_waited_for(socket_directory: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, (socket_directory / "decode-7.lock").open("w+") as lock:
+        listener.bind(str(socket_directory / "decode-7.sock"))
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        assert [endpoint.name for endpoint in discover().live] == ["decode-7"]
+        lock.truncate(0)
+        assert [endpoint.name for endpoint in discover().stale] == ["decode-7"]
 
 
 def test_it_is_named_however_often_one_looks(other: subprocess.Popen[bytes], start: Any, kvctl: Any) -> None:
@@ -65,19 +81,18 @@ def test_it_is_named_however_often_one_looks(other: subprocess.Popen[bytes], sta
     stop(other)
     said = f"decode-9: its process {other.pid} is stopped; `kill -CONT {other.pid}` lets it go on"
     for _ in range(MORE_THAN_THE_BACKLOG):
-        assert [endpoint.name for endpoint in discover().stopped] == ["decode-9"]
+        assert [endpoint.name for endpoint in discover().live] == ["decode-0", "decode-9"]
     for command in ("status", "agents"):
-        outcome = kvctl(command, "-o", "json")
+        outcome = kvctl(command, "-o", "json", "--timeout", "1s")
         assert outcome.code == 7
         assert said in outcome.err
         assert [error["code"] for error in json.loads(outcome.out)["errors"]] == ["stopped"]
-    assert "stopped" in kvctl("status", "-o", "tsv").out  # it has a row
-    assert said in kvctl("check", "ready").out
-    assert f"`kill -CONT {other.pid}`" in kvctl("doctor", "-o", "json").out
-    assert kvctl("status", "-e", "decode-9").code == 4
+    assert "stopped" in kvctl("status", "-o", "tsv", "--timeout", "1s").out  # it has a row
+    assert said in kvctl("check", "ready", "--timeout", "1s").out
+    assert f"`kill -CONT {other.pid}`" in kvctl("doctor", "-o", "json", "--timeout", "1s").out
+    assert kvctl("status", "-e", "decode-9", "--timeout", "1s").code == 4
     other.send_signal(signal.SIGCONT)
     assert kvctl("stacks", "-e", "decode-9", "--timeout", "60s", "-o", "json").code in {0, 6}  # it listens again
-    assert discover().stopped == []
 
 
 def test_one_that_ends_while_it_is_asked_does_not_hang(

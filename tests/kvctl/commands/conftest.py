@@ -64,7 +64,7 @@ CODES = (
 def toy_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the codes: a full ring on each decode rank, and one note; no pause between readings."""
     by_name = {code.name: code for code in CODES}
-    monkeypatch.setattr("kvctl.commands.health_query.CODES", CODES)
+    monkeypatch.setattr("kvctl.health.engine.CODES", CODES)
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
     monkeypatch.setattr("kvctl.commands.health.CODES", CODES)
     monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", by_name)

@@ -19,7 +19,7 @@ PERFORMANCE = re.compile(r"'[a-z-]+'=(U|[\d.]+)(s|%|B)?;[\d.]*:?;[\d.]*:?;0;")
 @pytest.fixture
 def calm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is found, and nobody waits."""
-    monkeypatch.setattr("kvctl.commands.health_query.CODES", ())
+    monkeypatch.setattr("kvctl.health.engine.CODES", ())
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
 
 
@@ -89,7 +89,7 @@ def test_a_bug_of_ours_is_unknown(fleet: Any, kvctl: Any, monkeypatch: pytest.Mo
         raise ZeroDivisionError("boom")
 
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
-    monkeypatch.setattr("kvctl.commands.health_query.examine", fail)
+    monkeypatch.setattr("kvctl.health.engine.examine", fail)
     outcome = kvctl("check", "all")
     assert (outcome.code, outcome.out) == (3, "KVCTL UNKNOWN - kvctl failed: ZeroDivisionError: boom\n")
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from kvctl.client.health_reads import BRIEF
-from kvctl_agent.admin.server import SERVED_HERE
-from kvctl_agent.contract.admin import ErrorCode
+from kvctl.commands import queries
+from kvctl_agent.contract.admin import ErrorCode, region_directory
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
 from kvctl_agent.errors import RequestRefused
+from kvctl_agent.observer.server import SERVED_HERE
 
 READING = (
     ("status",),
@@ -306,13 +307,25 @@ def test_prune_removes_what_the_dead_left_and_nothing_else(socket_directory: Pat
         living.bind(os.fspath(socket_directory / "unlocked.sock"))
         living.listen()
         (socket_directory / "unlocked.lock").touch()
-        assert "removed the sockets of killed" in kvctl("agents", "--prune", "--timeout", "100ms").err
+        assert "removed the sockets of killed\n" in kvctl("agents", "--prune", "--timeout", "100ms").err
         left = sorted(path.name for path in socket_directory.iterdir())
     assert left == [
         *("decode-0.lock", "decode-0.sock", "foreign.lock", "foreign.sock", "held.lock", "held.sock"),
         *("no-lock.sock", "unlocked.lock", "unlocked.sock"),
     ]
     assert kvctl("agents", "--prune", "--from", "file").code == 2
+
+
+def test_prune_removes_black_boxes(socket_directory: Path, start: Any, kvctl: Any) -> None:
+    start("decode-0")
+    regions = region_directory(socket_directory)
+    regions.mkdir(0o700, exist_ok=True)
+    for suffix in ("ended", "region"):
+        (regions / f"decode-1@a.b.4711.00ff.{suffix}").touch()
+    outcome = kvctl("agents", "--prune", "--timeout", "100ms")
+    assert "removed the black boxes of decode-1@a.b, listed for another second\n" in outcome.err
+    assert [path.suffix for path in regions.iterdir()] == [".region"]
+    assert "no ended agents" in kvctl("agents", "--prune", "--timeout", "100ms").err
 
 
 def test_a_socket_directory_that_is_not_there_is_named(
@@ -325,3 +338,8 @@ def test_a_socket_directory_that_is_not_there_is_named(
         assert f"KVCTL_SOCKET_DIR names {tmp_path / 'gone'}, which does not exist" in outcome.err
     monkeypatch.setenv("KVCTL_SOCKET_DIR", __file__)
     assert f"KVCTL_SOCKET_DIR names {__file__}, which is not a directory" in kvctl("status").err
+
+
+def test_where_no_agent_can_be_started_the_installation_is_named(kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "find_spec", lambda name: None)
+    assert "Start some here: kvctl demo, which needs the agent: `pip install '.[nixl]'`" in kvctl("status").err

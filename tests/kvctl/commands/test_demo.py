@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from kvctl.commands.demo import _plan, demo
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan
 from kvctl.lab.demo.scenarios import SCENARIOS, SCENARIOS_BY_NAME, Scenario, ScenarioContext, combined
 from kvctl.lab.faults.specification import FAULTS_BY_NAME
 from kvctl.lab.ranks.group import FleetError, rank_names
+from kvctl.lab.ranks.request import Sizes
 from kvctl.render.demo import MOMENTS, RANKS, blocks, totals
 from kvctl.render.report import Grid, Text
 from kvctl_agent.contract.config import KEYS_BY_NAME
@@ -84,6 +86,11 @@ def test_what_cannot_be_is_refused_before_anything_is_started(kvctl: Any, args: 
     assert outcome.code == 2
     assert text in outcome.err
     assert outcome.out == ""
+
+
+def test_no_prefill_instances_are_the_one_of_prefill_tp():
+    with demo.make_context("demo", ["--prefill-instances", "", "--prefill-tp", "4"]) as ctx:
+        assert _plan(ctx.params, None).prefill == (Sizes(tp=4),)
 
 
 def test_all_that_can_be_done_to_a_fleet_is_listed(kvctl: Any):

@@ -20,7 +20,7 @@ RESUME = "kvctl resume decode-1"
 
 @pytest.fixture(autouse=True)
 def this_code_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvctl.commands.health_query.CODES", (agent_draining,))
+    monkeypatch.setattr("kvctl.health.engine.CODES", (agent_draining,))
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
 
 

@@ -15,8 +15,8 @@ import zmq
 from zmq.utils import z85
 
 from kvctl.lab.tcp_ports import free_port
-from kvctl_agent.contract.keys import KeyPair, public_text, secret_text
 from kvctl_agent.contract.states import RoomState
+from kvctl_agent.host.keys import KeyPair, public_text, secret_text
 from kvctl_agent.parts import PartFactories
 from kvctl_agent.telemetry.clock import Clock
 from tests.support.agents import Fleet, make_fleet

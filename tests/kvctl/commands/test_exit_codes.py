@@ -45,8 +45,8 @@ def make(start: Any, socket_directory: Path, monkeypatch: pytest.MonkeyPatch) ->
                     yield Finding("KV_TOY", severity, "fleet", (), "a cause", "a remedy")
 
             code = Code("KV_TOY", "sees", "means", "remedy", Severity.CRITICAL, find)
-            for module in ("health_query", "health"):
-                monkeypatch.setattr(f"kvctl.commands.{module}.CODES", (code,))
+            for module in ("health.engine", "commands.health"):
+                monkeypatch.setattr(f"kvctl.{module}.CODES", (code,))
             monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", {"KV_TOY": code})
             monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
             monkeypatch.setattr("kvctl.commands.doctor.inspect", lambda *_: [])

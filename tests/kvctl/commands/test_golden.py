@@ -1,22 +1,24 @@
-"""Output of the commands, byte for byte, in every format. `UPDATE_GOLDEN=1` rewrites the files: then read the diff."""
+"""Output of the commands, byte for byte. `UPDATE_GOLDEN=1` rewrites the files: then read the diff.
+
+Three commands, whose views differ most, are printed in every format. The others share the renderer: all their columns
+are compared once, in a wide table, the choice of columns at other widths in one file, and their JSON with its schema.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 import pytest
 import yaml
 
+from docs import json_schema
 from kvctl.commands.registry import COMMANDS as TOP
 from kvctl.commands.registry import load
 
-GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = {
     "status": ("status",),
     # Round trips and clocks differ between calls.
@@ -44,6 +46,8 @@ COMMANDS = {
     "config-explain": ("config", "explain", "copy_threads"),
     "contexts": ("context", "ls"),
 }
+# A summary above a table, sections, a drawing.
+IN_EVERY_FORMAT = ("status", "room", "peers-matrix")
 CODES = {"peers-diff": 1}
 # Tested elsewhere: their output depends on the machine or the time, they have other formats, or they change agents.
 NOT_HERE = {
@@ -65,7 +69,6 @@ NOT_HERE = {
 }
 SUFFIXES = {
     "table": "-pipe.txt",
-    "wide": "-wide.txt",
     "tsv": ".tsv",
     "json": ".json",
     "jsonl": ".jsonl",
@@ -74,20 +77,16 @@ SUFFIXES = {
 }
 # The error bound of a clock, in the table of a room's ranks and in its JSON.
 _MEASURED = re.compile(r" +\d[\d.]* [µm]s$", re.MULTILINE)
+_TITLES = re.compile(r"(?=.*[A-Z]{2})[^a-z=,]+")
 _CLOCK = re.compile(r'("?\b(?:generated_at_ns|offset_ns|error_ns|clock_offset_ns|clock_error_ns)"?: ?)-?\d+')
+
+Golden = Callable[[str, str], None]
 
 
 @pytest.fixture(autouse=True)
 def patience(surroundings: None, now: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Allows a busy machine to answer late."""
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
-
-
-def check(name: str, text: str) -> None:
-    path = GOLDEN / name
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), name
 
 
 def printed(name: str, outcome: Any) -> str:
@@ -112,29 +111,53 @@ def context(kvctl: Any) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_tables(name: str, fleet: Any, context: None, kvctl: Any, terminal: Any) -> None:
+def test_all_columns(name: str, fleet: Any, context: None, kvctl: Any, golden: Golden) -> None:
+    golden(f"{name}-wide.txt", printed(name, kvctl(*COMMANDS[name], "-o", "wide")))
+
+
+@pytest.mark.parametrize("name", IN_EVERY_FORMAT)
+def test_every_format(name: str, fleet: Any, context: None, kvctl: Any, terminal: Any, golden: Golden) -> None:
+    for output, suffix in SUFFIXES.items():
+        golden(f"{name}{suffix}", printed(name, kvctl(*COMMANDS[name], "-o", output)))
     for width in (80, 120):
         terminal(width)
-        check(f"{name}-{width}.txt", printed(name, kvctl(*COMMANDS[name], "-o", "table")))
+        golden(f"{name}-{width}.txt", printed(name, kvctl(*COMMANDS[name], "-o", "table")))
+
+
+def titles(text: str) -> list[str]:
+    """Returns the titles of the tables' columns in an output, and the lines that name the hidden ones."""
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    return [line for line in lines if _TITLES.fullmatch(line) or line.startswith("hidden at")]
+
+
+def test_columns(fleet: Any, context: None, kvctl: Any, terminal: Any, golden: Golden) -> None:
+    found = [f"{name} in a pipe: {line}" for name in COMMANDS for line in titles(kvctl(*COMMANDS[name]).out)]
+    for width in (80, 120):
+        terminal(width)
+        found += [f"{name} at {width}: {line}" for name in COMMANDS for line in titles(kvctl(*COMMANDS[name]).out)]
+    golden("columns.txt", "\n".join([*sorted(found), ""]))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_formats_in_a_pipe(name: str, fleet: Any, context: None, kvctl: Any) -> None:
-    for output, suffix in SUFFIXES.items():
-        check(f"{name}{suffix}", printed(name, kvctl(*COMMANDS[name], "-o", output)))
+def test_json_is_as_documented(name: str, fleet: Any, context: None, kvctl: Any) -> None:
+    assert json_schema.document_conflicts(json.loads(kvctl(*COMMANDS[name], "-o", "json").out)) == []
 
 
 @pytest.mark.parametrize(
     ("name", "args"),
     [
+        ("nics-120.txt", ("nics", "-o", "table")),  # shown in the docs
         ("metrics.prom", ("metrics", "-o", "prom")),
         ("status-columns.json", ("status", "-o", "json", "--columns", "agent,p50,ring")),
         ("status-colour.txt", ("status", "-o", "table", "--color", "always")),
         ("peers-matrix-colour.txt", ("peers", "matrix", "-o", "table", "--color", "always")),
     ],
 )
-def test_special_formats(name: str, args: tuple[str, ...], fleet: Any, kvctl: Any) -> None:
-    check(name, printed(name, kvctl(*args)))
+def test_special_formats(
+    name: str, args: tuple[str, ...], fleet: Any, kvctl: Any, terminal: Any, golden: Golden
+) -> None:
+    terminal(120)
+    golden(name, printed(name, kvctl(*args)))
 
 
 def leaves(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -166,7 +189,7 @@ def test_a_pipe_gets_what_a_very_wide_terminal_shows(
     assert piped == printed(name, kvctl(*COMMANDS[name]))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", IN_EVERY_FORMAT)
 def test_yaml_says_what_json_says(name: str, fleet: Any, context: None, kvctl: Any) -> None:
     in_yaml, in_json = (printed(name, kvctl(*COMMANDS[name], "-o", output)) for output in ("yaml", "json"))
     assert yaml.safe_load(in_yaml) == json.loads(in_json)

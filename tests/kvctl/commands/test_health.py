@@ -24,14 +24,14 @@ def mutes_file() -> Path:
     return Path(os.environ["XDG_STATE_HOME"]) / "kvctl" / "mutes.json"
 
 
-@pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
-    ("name", "args"),
+    ("width", "name", "args"),
     [
-        ("health", ("health",)),
-        ("health-detail", ("health", "detail")),
-        ("health-codes", ("health", "codes")),
-        ("health-explain", ("health", "explain", "ring_full")),
+        (120, "health", ("health",)),
+        (80, "health", ("health",)),
+        (80, "health-detail", ("health", "detail")),
+        (80, "health-codes", ("health", "codes")),
+        (80, "health-explain", ("health", "explain", "ring_full")),
     ],
 )
 def test_tables(
@@ -204,7 +204,7 @@ class TestStatus:
     def test_a_reading_without_all_agents_is_never_without_a_problem(
         self, socket_directory: Path, start: Any, kvctl: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvctl.commands.health_query.CODES", ())
+        monkeypatch.setattr("kvctl.health.engine.CODES", ())
         monkeypatch.setattr("kvctl.commands.health.CODES", ())
         with socket.socket(socket.AF_UNIX) as hung:
             hung.bind(os.fspath(socket_directory / "hung.sock"))
@@ -224,7 +224,7 @@ class TestStatus:
         def refuse(_: dict[str, Any]) -> Any:
             raise RequestRefused(ErrorCode.INTERNAL, "boom")
 
-        monkeypatch.setattr("kvctl.commands.health_query.CODES", ())
+        monkeypatch.setattr("kvctl.health.engine.CODES", ())
         start("decode-0", {"staging": refuse})
         outcome = kvctl("status", "-o", "table")
         assert (outcome.code, outcome.out.splitlines()[0]) == (0, "fleet    ? incomplete   1 agent")

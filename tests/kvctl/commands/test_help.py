@@ -37,7 +37,7 @@ ALL = commands()
 EXAMPLES = [(path, line) for path, command in {(): cli, **ALL}.items() for _, line in command.examples]
 every = pytest.mark.parametrize("path", ALL, ids=" ".join)
 # They start fleets, need a terminal, wait, or change agents; they are tested elsewhere.
-NOT_RUN = {"top", "bench", "tune", "demo", "wait", "drain", "resume", "replay", "key", "context"}
+NOT_RUN = {"top", "bench", "tune", "demo", "mcp", "wait", "drain", "resume", "replay", "key", "context"}
 ACTS = {("rooms", "abort"), ("staging", "release"), ("config", "set"), ("peers", "probe"), ("peers", "forget")}
 
 

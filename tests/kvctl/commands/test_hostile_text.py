@@ -35,8 +35,8 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("health", "explain"): ("KV_RING_FULL",),
     ("wait",): ("--for", "ready"),
 }
-# They read no agent, start copy_threads, or write files.
-NOT_HERE = {"bench", "demo", "tune", "top", "record", "replay", "debug", "completion", "help", "key", "context"}
+# They read no agent, start copy_threads, write files, or answer requests on stdin.
+NOT_HERE = {"bench", "demo", "tune", "top", "record", "replay", "debug", "completion", "help", "key", "context", "mcp"}
 
 
 def poisoned(value: Any, key: str = "") -> Any:

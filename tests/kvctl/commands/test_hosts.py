@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvctl.client.faults import timed_out
 
-GOLDEN = Path(__file__).parent / "golden"
 ODD: dict[str, dict[str, Any]] = {
     "decode-1@n4": {"draining": True, "accepting": False},
     "prefill-0@n7": {"version": "0.0.9"},
@@ -27,20 +24,13 @@ def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
 
 
-def check(name: str, text: str) -> None:
-    path = GOLDEN / name
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), name
-
-
-def test_status_of_many_hosts_on_one_screen(start_hosts: Any, kvctl: Any, terminal: Any) -> None:
+def test_status_of_many_hosts_on_one_screen(start_hosts: Any, kvctl: Any, terminal: Any, golden: Any) -> None:
     start_hosts(40, ODD)
     for width in (80, 120):
         terminal(width)
         outcome = kvctl("status")
         assert (outcome.code, outcome.err) == (0, "")
-        check(f"status-hosts-{width}.txt", outcome.out)
+        golden(f"status-hosts-{width}.txt", outcome.out)
     assert len(outcome.out.splitlines()) <= 24
     rows = json.loads(kvctl("status", "-o", "json").out)["data"]
     assert len(rows) == 80
@@ -50,12 +40,12 @@ def test_status_of_many_hosts_on_one_screen(start_hosts: Any, kvctl: Any, termin
 
 
 @pytest.mark.parametrize("by", ["host", "instance", "role"])
-def test_status_by(start_hosts: Any, kvctl: Any, terminal: Any, by: str) -> None:
+def test_status_by(start_hosts: Any, kvctl: Any, terminal: Any, golden: Any, by: str) -> None:
     start_hosts(12, ODD)
     terminal(120)
     outcome = kvctl("status", "--by", by)
     assert outcome.code == 0, outcome
-    check(f"status-by-{by}.txt", outcome.out)
+    golden(f"status-by-{by}.txt", outcome.out)
 
 
 def test_status_of_few_agents_lists_them(start_hosts: Any, kvctl: Any, terminal: Any) -> None:
@@ -68,12 +58,12 @@ def test_status_of_few_agents_lists_them(start_hosts: Any, kvctl: Any, terminal:
 COLUMNS = "host,up,silent,prefill,decode,instances,device,active,gb_per_s,ring,p99,versions,health"
 
 
-def test_hosts(start_hosts: Any, kvctl: Any, terminal: Any) -> None:
+def test_hosts(start_hosts: Any, kvctl: Any, terminal: Any, golden: Any) -> None:
     start_hosts(12, ODD)
     terminal(120)
     outcome = kvctl("hosts", "--columns", COLUMNS)
     assert (outcome.code, outcome.err) == (0, "")
-    check("hosts-120.txt", outcome.out)
+    golden("hosts-120.txt", outcome.out)
     rows = json.loads(kvctl("hosts", "-o", "json").out)["data"]
     assert [row["host"] for row in rows] == ["n4", "n7", "n12", "n1", "n2", "n3", "n5", "n6", "n8", "n9", "n10", "n11"]
     first = rows[0]

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.admin.endpoints import RemoteEndpoint
-from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
-from kvctl_agent.contract.keys import read_pair, read_public
+from kvctl_agent.host.keys import read_pair, read_public
+from kvctl_agent.observer.endpoints import RemoteEndpoint
+from kvctl_agent.observer.server import SERVED_HERE
+from tests.support.admin_server import AdminServer
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ import pytest
 from kvctl.commands.registry import COMMANDS as COMMANDS_BY_NAME
 from kvctl.commands.registry import SECTIONS
 from kvctl.commands.settings import OUTPUTS
-from kvctl_agent.admin.server import AdminServer
 from kvctl_agent.errors import AdminError
+from tests.support.admin_server import AdminServer
 
 PATIENCE = "30s"  # a busy machine answers late
 

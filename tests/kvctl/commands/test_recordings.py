@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.client import recorder
+from kvctl.client import atomic_file
 from kvctl.lab.replay import player
 from kvctl.lab.replay import verdicts as replay_verdicts
 from kvctl.lab.replay.recordings import Input
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_neither_part_nor_loss(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(recorder.os, "fsync", full)
+    monkeypatch.setattr(atomic_file.os, "fsync", full)
     outcome = kvctl("record", str(path))
     assert outcome.code == 1
     assert f"cannot write {path}: No space left on device" in outcome.err

@@ -153,6 +153,8 @@ def test_labels_of_a_context_are_narrowed_by_flags(user_file: Path) -> None:
     assert resolve({"context": "lab"}).labels == {"role": "decode"}
     flags = {"context": "prod", "labels": ("dp=1,tp=3",)}
     assert resolve(flags).labels == {"role": "prefill", "tp": "3", "dp": "1"}
+    with pytest.raises(click.UsageError, match="--label: no agent has both tp=3 and tp=4"):
+        resolve({"labels": ("dp=1,tp=3", "tp=4")})
 
 
 def test_the_project_ends_at_the_root_of_its_repository(

@@ -203,6 +203,35 @@ def test_a_new_life_is_followed_from_its_beginning() -> None:
     assert printed.notes == ["a: restarted"]
 
 
+def test_one_that_has_ended_and_one_with_its_name_are_two() -> None:
+    follower, printed, before, anew = Follower(everything, None, 10), Printed(), Recorder(), Recorder()
+    before.record(50)
+    reading(follower, printed, a=("1", before))
+    before.record(2)
+    anew.record(3)
+    printed.numbers.clear()
+    for _ in range(3):
+        reading(follower, printed, **{"a": ("2", anew), "a.ended-4711": ("1", before)})
+    assert sorted(printed.numbers) == [0, 1, 2, 50, 51]
+    assert printed.notes == ["a: restarted"]
+
+
+def test_a_restart_beside_one_that_runs_for_long_repeats_and_loses_nothing() -> None:
+    follower, printed, long, short = Follower(everything, None, 10), Printed(), Recorder(), Recorder()
+    long.record(5000)
+    reading(follower, printed, a=("1", long), b=("1", short))
+    reading(follower, printed, a=("1", long), b=("2", short))
+    printed.numbers.clear()
+    for _ in range(4):
+        long.record(3)
+        short.record(1)
+        reading(follower, printed, a=("1", long), b=("2", short))
+    assert sorted(printed.numbers) == [0, 1, 2, 3, *range(5000, 5012)]
+    long.record(14)
+    reading(follower, printed, a=("1", long), b=("2", short))
+    assert printed.notes == ["b: restarted", "a: 4 events were lost between two readings: read more often, -w 0.5"]
+
+
 def test_one_that_was_silent_is_caught_up_with() -> None:
     follower, printed = Follower(everything, None, 100), Printed()
     quiet, busy = Recorder(), Recorder()

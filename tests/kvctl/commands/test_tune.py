@@ -29,6 +29,7 @@ def test_what_is_refused(args: tuple[str, ...], words: str, kvctl: Any) -> None:
     assert words in outcome.err
 
 
+@pytest.mark.full
 def test_settings_are_measured_in_a_small_fleet(kvctl: Any) -> None:
     outcome = kvctl(
         "tune", *SMALL, "--transport", "loopback", "--prefill-tp", "2", "--page-sizes", "16,32",

@@ -28,21 +28,19 @@ from kvctl.health.engine import examine
 from kvctl.health.finding import Code, Finding
 from kvctl.health.snapshot import Snapshot
 from kvctl.render.findings import figures
-from kvctl_agent.admin.health import health
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME
 from kvctl_agent.contract.metrics import METRICS
+from kvctl_agent.observer.health import health
+from tests.support import answers
+from tests.support.answers import MS, NOW, S, allocation, gated_part, peer_row, role, room_row
 
-MS = 1_000_000
-S = 1_000_000_000
 MIB = 1 << 20
-NOW = 1_760_000_000 * S
-NONCE = "9007199254740993"
 COMMANDS = re.compile("`([^`]+)`")
 DISAGREEMENT = re.compile(
     r"\b1 (part|room|agent|request|exception|connection|message|cell)s\b|since before|two ends"
     r"|\b1 (part|room|agent)( of [\w@, -]+| \([^)]*\))? (wait|have|are|were)\b|\b\d\d+ (part|room|agent)\b"
 )
-PROGRAMS = {"kill", "ping", "ss", "prlimit", "dmesg", "timedatectl"}
+PROGRAMS = {"cat", "kill", "ping", "py-spy", "ss", "prlimit", "dmesg", "timedatectl"}
 STAGES_S = {"gate": 0.02, "queue": 0.01, "gather": 0.004, "post": 0.001, "wire": 0.006}
 
 
@@ -162,8 +160,8 @@ class Fleet:
 
     def setting(self, key: str, value: Any) -> None:
         """Change a setting of every agent."""
-        for answers in self.answers.values():
-            next(row for row in answers["config"] if row["key"] == key)["value"] = value
+        for each in self.answers.values():
+            next(row for row in each["config"] if row["key"] == key)["value"] = value
 
     def room(self, name: str, room: str, **changes: Any) -> dict[str, Any]:
         """Returns a room of this agent, a new one or an existing one."""
@@ -194,7 +192,7 @@ class Fleet:
         rows = self.answers[name]["staging"]["ring"]["allocations"]
         row = next((row for row in rows if row["serial"] == serial), None)
         if row is None:
-            row = region(serial)
+            row = allocation(serial)
             rows.append(row)
         row.update(changes)
         return row
@@ -206,18 +204,8 @@ class Fleet:
 
     def gated(self, name: str, peer: str, room: str, **changes: Any) -> None:
         """Adds a part of this prefill rank that may not be written yet."""
-        part = {
-            "room": room,
-            "peer": peer,
-            "chunk": 0,
-            "layers": [0, 32],
-            "bytes": 2 * MIB,
-            "waiting_for": "watermark round 3 tail 8388608",
-            "age_ns": 300 * MS,
-            "requests": 1,
-            "asked_age_ns": 500 * MS,
-        }
-        self.answers[name]["staging"]["gated"].append({**part, **changes})
+        part = gated_part(room=room, peer=peer, **changes)
+        self.answers[name]["staging"]["gated"].append(part)
 
     def metric(self, name: str, metric: str, value: float, **labels: str) -> None:
         """Sets one sample of a counter or gauge."""
@@ -242,59 +230,31 @@ class Fleet:
 
     @staticmethod
     def _hello(name: str) -> dict[str, Any]:
-        return {
-            "name": name,
-            "role": role(name),
-            "host": "node-3",
-            "pid": 4242,
-            "version": "0.1.0",
-            "protocol": [1, 1],
-            "incarnation": life(name),
-            "level": "admin",
-            "capabilities": [],
-            "integration": None,
-            "uptime_ns": 600 * S,
-            "now_ns": NOW,
-        }
+        own = {"incarnation": life(name), "level": "admin", "capabilities": [], "integration": None}
+        return answers.hello(name, **own, uptime_ns=600 * S)
 
     @staticmethod
     def _status(name: str, prefill: int, decode: int) -> dict[str, Any]:
         number, is_decode = int(name.partition("-")[2]), role(name) == "decode"
-        rank = {"dp": number if is_decode else 0, "pp": 0, "cp": 0, "tp": 0 if is_decode else number}
-        return {
-            "name": name,
-            "role": role(name),
-            "host": "node-3",
-            "rank": {**rank, "unique": number},
-            "sizes": {"dp": decode, "pp": 1, "cp": 1, "tp": 1}
+        return answers.status(
+            name,
+            sizes={"dp": decode, "pp": 1, "cp": 1, "tp": 1}
             if is_decode
             else {"dp": 1, "pp": 1, "cp": 1, "tp": prefill},
-            "pid": 4242 + number,
-            "incarnation": life(name),
-            "version": "0.1.0",
-            "integration": None,
-            "uptime_ns": 600 * S,
-            "transport": {"engine": "nixl", "backend": "UCX", "lanes": ["shm"]},
-            "device": "cpu",
-            "rooms": {"WaitingForInput": 8, "Transferring": 4},
-            "rooms_finished_total": {"Success": 1204, "Failed": 0},
-            "rooms_finished_5m": {"Success": 1204},
-            "bytes_total": 5 << 30,
-            "rate": {"window_ns": 10 * S, "bytes": 1 << 30, "gb_per_s": 0.745, "rooms_per_s": 5.2},
-            "latency": {"p50_ns": 120 * MS, "p90_ns": 400 * MS, "p99_ns": 900 * MS, "count": 602},
-            "ring": {"size_bytes": 64 * MIB, "used_bytes": 24 * MIB, "high_water_bytes": 64 * MIB, "live": 3},
-            "peers": {"ready": prefill if is_decode else decode},
-            "pipeline": None,
-            "pool": {"pages": 4096, "page_size": 16, "bytes": 1 << 30, "layers": 32, "heads": 8},
-            "waiting_for": None,
-            "not_ready": None,
-            "accepting": True,
-            "draining": False,
-            "draining_age_ns": None,
-            "resumed_age_ns": None,
-            "memory_gb_per_s": None if is_decode else 8.0,
-            "process": {"fds": 120, "fds_limit": 1024, "threads": 9, "rss_bytes": 1 << 30, "cpu_ns": 90 * S},
-        }
+            pid=4242 + number,
+            incarnation=life(name),
+            integration=None,
+            uptime_ns=600 * S,
+            rooms={"WaitingForInput": 8, "Transferring": 4},
+            rooms_finished_total={"Success": 1204, "Failed": 0},
+            rooms_finished_5m={"Success": 1204},
+            latency={"p50_ns": 120 * MS, "p90_ns": 400 * MS, "p99_ns": 900 * MS, "count": 602},
+            ring={"size_bytes": 64 * MIB, "used_bytes": 24 * MIB, "high_water_bytes": 64 * MIB, "live": 3},
+            peers={"ready": prefill if is_decode else decode},
+            pipeline=None,
+            memory_gb_per_s=None if is_decode else 8.0,
+            process={"fds": 120, "fds_limit": 1024, "threads": 9, "rss_bytes": 1 << 30, "cpu_ns": 90 * S},
+        )
 
     @staticmethod
     def _staging(name: str) -> dict[str, Any]:
@@ -306,9 +266,9 @@ class Fleet:
             "high_water_bytes": 64 * MIB,
             "watermark": {"round": 4, "tail": 0, "age_ns": 900 * MS},
             "allocations": [
-                region(31, state="landed", age_ns=40 * MS),
-                region(32, age_ns=900 * MS),
-                region(33, writer="prefill-1", state="revoking", age_ns=600 * MS),
+                allocation(31, state="landed", age_ns=40 * MS),
+                allocation(32, age_ns=900 * MS),
+                allocation(33, writer="prefill-1", state="revoking", age_ns=600 * MS),
             ],
             "copies": {"waiting": 1, "copying_age_ns": 2 * MS, "turn_age_ns": 2 * MS},
             "granted_total": 33,
@@ -328,43 +288,11 @@ class Fleet:
 
     @staticmethod
     def _peer(name: str, other: str) -> dict[str, Any]:
-        return {
-            "agent": name,
-            "peer": other,
-            "role": role(other),
-            "state": "ready",
-            "incarnation": life(other),
-            "endpoint": "tcp://127.0.0.1:5000",
-            "last_heard_ns": 700 * MS,
-            "unheard_ns": 900_000_000,
-            "address": None,
-            "wire_ns": None,
-            "oldest_write_ns": None,
-            "tcp": None,
-            "rtt_ns": 210_000,
-            "clock_offset_ns": None,
-            "clock_error_ns": None,
-            "control_queue": 3,
-            "watermark_sent": [4, 0, 40] if role(name) == "decode" else None,
-            "watermark_seen": [4, 0, 40] if role(name) == "prefill" else None,
-            "lane": "nixl",
-            "rooms": 6,
-            "errors_total": 0,
-            "last_error": None,
-            "differences": [],
-            "lane_gb_per_s": 6.0 if role(name) == "prefill" else None,
-            "lane_descriptor_ns": 900 if role(name) == "prefill" else None,
-            "lane_measured_age_ns": 590 * S if role(name) == "prefill" else None,
-            "lane_kind": None,
-            "lane_expected": None,
-            "lane_source": None,
-            "lane_direct": None,
-            "lane_why_not": None,
-            "same_host": True,
-            "peer_host": "node-3",
-            "process": "process 4711 on node-3",
-            "former": [],
-        }
+        lane: dict[str, Any] = {"watermark_sent": [4, 0, 40]}
+        if role(name) == "prefill":
+            lane = {"watermark_seen": [4, 0, 40], "lane_gb_per_s": 6.0, "lane_descriptor_ns": 900}
+            lane["lane_measured_age_ns"] = 590 * S
+        return peer_row(name, other, incarnation=life(other), last_heard_ns=700 * MS, control_queue=3, rooms=6, **lane)
 
     @staticmethod
     def _metrics(name: str) -> list[dict[str, Any]]:
@@ -462,70 +390,6 @@ def parse(command: str) -> None:
         name, at, words = at.resolve_command(parent, [*parent._protected_args, *parent.args])
 
 
-def role(name: str) -> str:
-    return name.partition("-")[0]
-
-
 def life(name: str) -> str:
     """Incarnation of an agent."""
     return f"{sum(map(ord, name)):016x}"
-
-
-def region(serial: int, **changes: Any) -> dict[str, Any]:
-    """One allocation of a ring."""
-    offset = (serial % 32) * 2 * MIB
-    row = {
-        "serial": serial,
-        "room": "1001",
-        "nonce": NONCE,
-        "writer": "prefill-0",
-        "chunk": 0,
-        "layers": [0, 32],
-        "offset": offset,
-        "end": offset + 2 * MIB,
-        "round": 3,
-        "age_ns": 100 * MS,
-        "state": "granted",
-        "aside": False,
-        "posted": False,
-        "room_state": "Transferring",
-    }
-    return {**row, **changes}
-
-
-def room_row(name: str, room: str, **changes: Any) -> dict[str, Any]:
-    """A half-finished room: the decode rank has all cells of one writer."""
-    decode = role(name) == "decode"
-    row = {
-        "room": room,
-        "nonce": NONCE,
-        "agent": name,
-        "role": role(name),
-        "state": "Transferring",
-        "state_age_ns": 2 * S,
-        "age_ns": 3 * S,
-        "opened_at_ns": NOW - 3 * S,
-        "finished_at_ns": None,
-        "peers": ["prefill-0", "prefill-1"] if decode else ["decode-0"],
-        "coverage": {
-            "planned": 64 if decode else 32,
-            "sent": None if decode else 0,
-            "landed": 32 if decode else None,
-            "scattered": 32 if decode else None,
-        },
-        "tokens": 1024,
-        "pages": 64,
-        "bytes": 16 * MIB,
-        "parts": 2,
-        "paths": {"staged": 2},
-        "parked": 0,
-        "latency_ns": None,
-        "forward_done_at_ns": None,
-        "hidden_ns": None,
-        "exposed_ns": None,
-        "failure": None,
-        "missing": ["prefill-1"] if decode else ["decode-0"],
-        "owed": {"prefill-1": 32} if decode else {},
-        "unscattered": 0 if decode else None,
-    }
-    return {**row, **changes}

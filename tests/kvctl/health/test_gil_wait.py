@@ -14,7 +14,8 @@ from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.health.codes import CODES_BY_NAME
 from kvctl.health.finding import Finding
 from kvctl.health.snapshot import Snapshot
-from kvctl_agent.telemetry import hub
+from kvctl_agent.telemetry import durations
+from kvctl_agent.telemetry.region import Cell
 from tests.kvctl.health.fleets import Fleet
 from tests.support.agents import Fleet as Agents
 from tests.support.agents import MakeFleet, make_fleet
@@ -44,9 +45,9 @@ def measure(fleet: Agents) -> None:
     agents = fleet.prefill + fleet.decode
     for _ in range(2):  # the first window began before the call
         for agent in agents:
-            agent.telemetry.interpreter.wait_ns = None
+            agent.telemetry.region.cells[Cell.INTERPRETER_WAIT_NS] = -1
         deadline = time.monotonic() + 60
-        while any(agent.telemetry.interpreter.wait_ns is None for agent in agents):
+        while any(agent.telemetry.region.cells[Cell.INTERPRETER_WAIT_NS] < 0 for agent in agents):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -59,7 +60,7 @@ def findings() -> list[Finding]:
 
 
 def test_agents_beside_a_busy_thread(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "INTERPRETER_WINDOW_NS", 3_000_000_000)
+    monkeypatch.setattr(durations, "INTERPRETER_WINDOW_NS", 3_000_000_000)
     fleet = make_fleet(prefill=(1, 1)).start()
     fleet.run(1, pages=4)
     measure(fleet)

@@ -11,7 +11,7 @@ import pytest
 
 from kvctl.health.codes import nics
 from kvctl.health.finding import Finding, Severity
-from kvctl_agent.contract.nics import HostNics
+from kvctl_agent.host.nics import HostNics
 from tests.kvctl.health.fleets import Fleet, S
 from tests.support import host_tree
 from tests.support.host_tree import HostTree
@@ -56,19 +56,15 @@ class Hosts:
                 "host": host,
                 "network": "net:[4026531840]",
                 "at_ns": at_ns,
-                "read_ns": 2_000_000,
                 "nics": reader.read(),
                 "left_out": 0,
                 "segments_sent_total": at_ns // 1000,
                 "segments_retransmitted_total": 0,
                 "segments_duplicate_total": None,
-                "numa_nodes": len(reader.nodes()),
                 "cpu_nodes": sorted(reader.nodes()),
                 "gpu": host_tree.gpu(number).rpartition("/")[2] if has_gpus else None,
-                "gpu_node": number // 4 if has_gpus else None,
                 "lane": {"devices": ALL, "source": "open devices", "protocol": ""},
                 "gid_index": None,
-                "routes": [],
                 **self.changes[name],
             }
         self._last = self.fleet.copy()
@@ -252,7 +248,7 @@ def test_a_gpu_whose_rank_uses_a_port_of_the_other_node(hosts: Hosts) -> None:
 
 def test_a_rank_bound_to_cores_far_from_its_port(hosts: Hosts) -> None:
     lane = {"devices": ["mlx5_7"], "source": "open devices", "protocol": ""}
-    hosts.changes["decode-1"].update(gpu=None, gpu_node=None, lane=lane)
+    hosts.changes["decode-1"].update(gpu=None, lane=lane)
     hosts.read()
     assert hosts.find() == [], "not bound to a node"
     hosts.changes["decode-1"]["cpu_nodes"] = [0]

@@ -116,6 +116,16 @@ def test_a_writer_that_is_somewhat_slow_is_not_reported():
     assert fleet.examine(before) == []
 
 
+def test_a_writer_that_was_stopped_once_is_not_slow_for_ever():
+    before = Fleet()
+    before.spend("prefill-1", "wire", 80.0, 8)  # in flight while it was stopped for 10 s
+    fleet = before.copy()
+    assert [found.subject for found in fleet.examine(before)] == ["prefill-1"]
+    fleet.spend("prefill-1", "wire", 0.02, 3)
+    fleet.metric("prefill-1", "kvctl_part_bytes_total", 403 * 2 * MIB, path="staged")
+    assert fleet.examine(before) == []
+
+
 def test_larger_parts_may_take_longer():
     before, fleet = slow(times=20)
     fleet.metric("prefill-1", "kvctl_part_bytes_total", (400 + 40 * 20) * 2 * MIB, path="staged")

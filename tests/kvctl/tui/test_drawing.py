@@ -1,4 +1,4 @@
-"""Layout of lines, sparklines, gauges, heat map, matrix and SVG."""
+"""Layout of lines, sparklines, gauges, matrix and SVG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvctl.render.peers import pairs
 from kvctl.render.report import Line
 from kvctl.tui.drawing import beside, chart, cut, inline_chart, length, padded, rule, sparkline, spread, wrapped
 from kvctl.tui.palette import PALETTES, Palette
-from kvctl.tui.panels.layers import heat_map, over_agents
+from kvctl.tui.panels.layers import over_agents
 from kvctl.tui.panels.overview import gauges
 from kvctl.tui.panels.peers import draw_matrix
 from kvctl.tui.snapshot import picture
@@ -117,20 +117,10 @@ def test_a_ring_that_is_promised_more_than_once_is_full() -> None:
     assert "━━━━━━━━━━ 350 %" in words(lines[0])
 
 
-@pytest.mark.parametrize("width", [60, 76, 116, 196])
-def test_the_heat_map_has_writers_before_readers(width: int, specimen: Any) -> None:
+def test_medians_over_agents_have_writers_before_readers(specimen: Any) -> None:
     rows = [row for name in specimen.names for row in specimen._layers(name, 0)]
-    merged = over_agents(rows)
-    assert [row["agent"] for row in merged] == ["writers"] * 4 + ["readers"] * 4
-    lines = heat_map(merged, width)
-    assert all(length(line) <= max(width, 75) for line in lines)
-    slowest = next(line for line in lines if "writers 32-47" in words(line))
-    assert any(style == "bold red" for _, style in slowest)
-    assert sum("█" in words(line) for line in lines[1:-1]) == 1
-
-
-def test_a_heat_map_of_nothing_is_empty() -> None:
-    assert heat_map(over_agents([]), 80) == []
+    assert [row["agent"] for row in over_agents(rows)] == ["writers"] * 4 + ["readers"] * 4
+    assert over_agents([]) == []
 
 
 def test_a_pair_is_as_bad_as_its_worse_end(specimen: Any) -> None:

@@ -17,7 +17,7 @@ from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Survey
 from kvctl.errors import CliError
-from kvctl.tui.feed import Question, Reading, SourceFeed
+from kvctl.tui.feed import Feed, Question, Reading
 
 MS = 1_000_000
 PATIENCE_S = 20.0
@@ -84,7 +84,7 @@ class Run:
 
     def __init__(self, source: FakeSource, interval_ns: int) -> None:
         self.source = source
-        self.feed = SourceFeed(source, interval_ns)  # type: ignore[arg-type]
+        self.feed = Feed(source, interval_ns)  # type: ignore[arg-type]
         self._readings: queue.Queue[Reading] = queue.Queue()
         self.feed.start(self._readings.put)
 

@@ -60,6 +60,13 @@ def test_odd_instances_come_first_with_their_odd_agents() -> None:
     assert [line["group"] for line in rest] == ["i0-decode", "i2-decode"]
 
 
+def test_an_agent_that_has_ended_is_named_below_its_instance() -> None:
+    first, second, *_ = outline(fleet(ended_age_ns=90_000_000_000, health=["KV_PROCESS_ENDED"]), ())
+    assert (first["group"], first["up"], first["health"]) == ("i1-decode", "1 of 2", "1 ended")
+    assert (second["name"], second["health"]) == ("i1-decode-1", "ended, KV_PROCESS_ENDED")
+    assert "active" not in second
+
+
 def test_silent_agents_form_groups_by_host_with_the_time_of_their_last_answer() -> None:
     silent = {"name": "gone-0", "host": "n9", "health": ["35 s ago"]}
     other = {"name": "gone-1", "host": "n9", "health": ["36 s ago"]}

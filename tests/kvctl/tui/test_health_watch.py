@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from kvctl.client.health_reads import HEALTH_CALLS
+from kvctl.health import engine
+from kvctl.health.engine import HealthWatch
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.mutes import Mute
 from kvctl.health.snapshot import Snapshot
-from kvctl.tui import feed
-from kvctl.tui.feed import HealthWatch
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
         seen.append(snapshot)
         return [finding]
 
-    monkeypatch.setattr(feed, "examine", examine)
+    monkeypatch.setattr(engine, "examine", examine)
     return seen
 
 
 def test_each_survey_is_compared_with_the_one_before_and_no_more(specimen: Any, seen: list[Snapshot]) -> None:
     watch = HealthWatch()
     for beat in range(3):
-        watch.judge(specimen.survey((), beat))
+        watch(specimen.survey((), beat))
     assert [None if each.before is None else each.before.taken_ns for each in seen] == [None, 0, 1_000_000_000]
     assert seen[2].before is not None
     assert seen[2].before.before is None
@@ -39,19 +39,19 @@ def test_each_survey_is_compared_with_the_one_before_and_no_more(specimen: Any, 
 
 def test_a_survey_from_earlier_is_compared_with_none(specimen: Any, seen: list[Snapshot]) -> None:
     watch = HealthWatch()
-    watch.judge(specimen.survey((), 5))
-    watch.judge(specimen.survey((), 2))
+    watch(specimen.survey((), 5))
+    watch(specimen.survey((), 2))
     assert seen[1].before is None
 
 
 def test_what_is_muted_is_not_raised(specimen: Any, seen: list[Snapshot], monkeypatch: pytest.MonkeyPatch) -> None:
     survey = specimen.survey((), 0)
     mute = Mute("KV_IDLE", "", survey.at_ns, survey.at_ns + 1, "", None)
-    monkeypatch.setattr(feed, "load_or_warn", lambda: ([mute], []))
-    judged = HealthWatch().judge(survey)
+    monkeypatch.setattr(engine, "load_or_warn", lambda: ([mute], []))
+    judged = HealthWatch()(survey).judged
     assert (len(judged.raised), len(judged.muted)) == (0, 1)
 
 
 def test_the_real_codes_find_nothing_in_nothing(specimen: Any) -> None:
     specimen.prefill, specimen.decode = [], []
-    assert not HealthWatch().judge(specimen.survey(HEALTH_CALLS, 0)).raised
+    assert not HealthWatch()(specimen.survey(HEALTH_CALLS, 0)).judged.raised

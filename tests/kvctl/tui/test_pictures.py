@@ -1,4 +1,8 @@
-"""Appearance of every view at three sizes, in four states; `UPDATE_GOLDEN=1` rewrites the files, to be reviewed."""
+"""Appearance of every view at three sizes, in four states; `UPDATE_GOLDEN=1` rewrites the files, to be reviewed.
+
+Every screen must fit. Compared with files are every view once with its colours and once in the smallest size, and the
+views that change most with the state of the fleet.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,13 @@ HERE = Path(__file__).parent
 VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 SIZES = ((80, 24), (120, 40), (200, 60))
 PAST = 30  # seconds of curves
+COMPARED = {
+    ("normal", 80): VIEWS,
+    ("normal", 200): ("overview", "rooms"),
+    ("empty", 80): ("overview", "rooms", "peers"),
+    ("disconnected", 80): ("overview", "rooms", "peers"),
+    ("large", 200): ("overview", "staging", "peers"),
+}
 
 
 def check(path: Path, screen: str) -> None:
@@ -57,7 +68,8 @@ def test_views(state: str, size: tuple[int, int], specimen, large, ill, build, d
                 await through_time(pilot, 3)
             screen = text(pilot.app)
             fits(screen, size)
-            check(HERE / "golden" / f"{view}-{state}-{size[0]}x{size[1]}.txt", screen)
+            if view in COMPARED.get((state, size[0]), ()):
+                check(HERE / "golden" / f"{view}-{state}-{size[0]}x{size[1]}.txt", screen)
             if state == "normal" and size == (120, 40):
                 check(HERE / "golden" / f"{view}.svg", svg(pilot.app))
 
@@ -71,7 +83,8 @@ def test_a_room(size: tuple[int, int], specimen, build, drive) -> None:
         await pilot.pause()
         screen = text(pilot.app)
         fits(screen, size)
-        check(HERE / "golden" / f"room-{size[0]}x{size[1]}.txt", screen)
+        if size == (80, 24):
+            check(HERE / "golden" / "room-80x24.txt", screen)
         if size == (120, 40):
             check(HERE / "golden" / "room.svg", svg(pilot.app))
 

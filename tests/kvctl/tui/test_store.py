@@ -40,6 +40,23 @@ def test_an_agent_that_hangs_keeps_its_last_answers_and_their_age(specimen: Any)
     assert store.stale_ns("decode-1") is None
 
 
+def test_an_agent_that_has_ended_is_shown_with_the_time_since_and_is_no_part_of_the_fleet(specimen: Any) -> None:
+    store = Store()
+    take(store, specimen, 0, judged=Judged([], []))
+    rooms = sum(store.summary.active.values())
+    survey: Survey = specimen.survey(STATUS.calls, 1)
+    (ended,) = [agent for agent in survey.agents if agent.name == "decode-1"]
+    ended.hello = {**ended.hello, "ended_age_ns": 90 * S}
+    ended.data["status"] = {**ended.data["status"], "ended_age_ns": 90 * S}
+    store.take(Reading(STATUS, survey.at_ns, survey))
+    assert store.stale_ns("decode-1") == 90 * S
+    assert "decode-1" in [row["name"] for row in store.statuses()]
+    assert store.summary.agents == 7
+    assert sum(store.summary.active.values()) < rooms
+    assert (store.answering, store.silent, store.complete) == (8, [], True)
+    assert "".join(text for text, _ in top(store, Mode())[0]).endswith("3 decode  1 ended  ✓ healthy")
+
+
 def test_without_a_finding_the_title_calls_only_a_fleet_that_answers_healthy(specimen: Any) -> None:
     def title() -> str:
         return "".join(text for text, _ in top(store, Mode())[0])

@@ -26,7 +26,7 @@ import importlib.util, sys, threading, time
 spec = importlib.util.spec_from_file_location("canned", sys.argv[1])
 canned = sys.modules["canned"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(canned)
-from kvctl_agent.admin.server import AdminServer
+from tests.support.admin_server import AdminServer
 name, said = sys.argv[2:]
 answers = {**canned.refusals(), **canned.answers(name)}
 answers["status"] = lambda _: {**canned.status(name), "waiting_for": said or None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvctl_agent.admin.observed_agent import bootstrap_rows
+from kvctl_agent.admin.documents import bootstrap_rows
 from kvctl_agent.protocol.bootstrap_registry import Rank, Register, Registry, Roster
 
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.admin import observed_agent as under_test
-from kvctl_agent.admin.observed_agent import kind_of, kinds_in_use
+from kvctl_agent.admin.documents import kind_of, kinds_in_use
 from kvctl_agent.contract.choices import HOST
-from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.runtime.peer_connections import MeasuredCost
-from kvctl_agent.transport.cost_probe import CUDA_IPC, THROUGH_HOST
+from kvctl_agent.transport.cost_probe import CUDA_IPC, THROUGH_HOST, ConnectionCost
 
 LOCAL = SimpleNamespace(host="here")
 
@@ -40,8 +38,7 @@ def test_host_memory_has_no_such_lanes(device: int | None) -> None:
     assert kind_of(measured(a=373.0), a_pool(device), LOCAL, a_peer("a")) is None
 
 
-def test_a_lane_is_named_once_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "has_infiniband", lambda: False)
+def test_a_lane_is_named_once_it_was_measured() -> None:
     lanes, peers = measured(a=373.0, b=360.0, c=0.58), [a_peer("a"), a_peer("b"), a_peer("c", "there"), a_peer("d")]
     assert [kind_of(lanes, a_pool(0), LOCAL, peer) for peer in peers] == [
         (CUDA_IPC, CUDA_IPC, "rate"),

@@ -90,14 +90,6 @@ class RankProcess:
         assert killed or code == 0, f"{self.name} exited with {code}: {err}"
         assert out == ""
 
-    def discard(self) -> None:
-        """Ends the process, whatever state it is in, and checks nothing."""
-        assert self.process.stdin is not None
-        self.kill()
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self._answers.close()
-
     def _line(self) -> Any:
         line = self._answers.readline()
         if not line:
@@ -159,64 +151,6 @@ class Cluster:
         with contextlib.ExitStack() as stack:
             for rank in self.ranks.values():
                 stack.callback(rank.close)
-
-
-class SharedCluster:
-    """The cluster of a module's tests, replaced after a test that failed."""
-
-    def __init__(self, new_logs: Callable[[], Path], transport: str) -> None:
-        self._new_logs = new_logs
-        self._transport = transport
-        self._cluster: Cluster | None = None
-
-    def cluster(self) -> Cluster:
-        if self._cluster is None:
-            directory = Path(tempfile.mkdtemp(prefix="kv-", dir="/tmp"))
-            # A stop is noticed soon, and is no loss however long a busy machine makes it.
-            patience = {"suspect_s": 1.0, "heartbeat_s": 0.2, "lost_s": 300.0}
-            self._cluster = Cluster(directory, self._new_logs(), 2, 2, transport=self._transport, **patience)
-            try:
-                self._cluster.start()
-            except BaseException:
-                self.discard()
-                raise
-        return self._cluster
-
-    def discard(self) -> None:
-        """Ends a cluster whose ranks may be stopped, dead or about to answer a request of the failed test."""
-        if self._cluster is not None:
-            made, self._cluster = self._cluster, None
-            for rank in made.ranks.values():
-                rank.discard()
-            shutil.rmtree(made.directory)
-
-    def close(self) -> None:
-        """Checks that the ranks end cleanly and leave no socket."""
-        if self._cluster is None:
-            return
-        made = self._cluster
-        try:
-            made.close()
-            # A killed rank leaves its socket; the one that came back in its place has removed it.
-            assert [path.name for path in made.directory.rglob("*") if path.is_socket()] == []
-        finally:
-            shutil.rmtree(made.directory)
-
-
-@pytest.fixture(scope="module", params=["nixl", "loopback"])
-def shared_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
-    shared = SharedCluster(lambda: tmp_path_factory.mktemp("logs"), request.param)
-    yield shared
-    shared.close()
-
-
-@pytest.fixture
-def cluster(request: pytest.FixtureRequest, shared_cluster: SharedCluster) -> Iterator[Cluster]:
-    """Two prefill and two decode ranks shared by the tests of a module, because processes take seconds to start."""
-    failed_before = request.session.testsfailed
-    yield shared_cluster.cluster()
-    if request.session.testsfailed != failed_before:
-        shared_cluster.discard()
 
 
 @pytest.fixture

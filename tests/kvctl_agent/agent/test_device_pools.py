@@ -47,6 +47,16 @@ def test_other_paths_leave_the_devices_kernels_alone_or_choose(make_fleet: Any, 
     fleet.settle()
 
 
+def test_a_configured_number_of_posting_threads_has_no_effect_with_a_pool_on_a_device(make_fleet: Any) -> None:
+    settings: dict[str, Any] = {"transport_params": "num_threads=3", "copy_threads": 0}
+    fleet = make_fleet("nixl", prefill=(1, 1), decode=(1, 1), device={"prefill": HostDevice()}, **settings).start()
+    prefill, decode = fleet.prefill[0], fleet.decode[0]
+    assert (prefill.parts.copy_pool.threads, decode.parts.copy_pool.threads) == (0, 3)
+    for agent, times in ((prefill, 1), (decode, 0)):
+        texts = [event["text"] for event in agent.observe.events()["events"] if event["kind"] == "transport"]
+        assert len([text for text in texts if "num_threads of transport_params has no effect" in text]) == times
+
+
 def test_many_rooms_at_once(make_fleet: Any) -> None:
     devices = {"prefill": HostDevice(slow=20), "decode": HostDevice(slow=20)}
     fleet = make_fleet("loopback", device=devices, staging_buffer_mb=1, chunk_tokens=16).start()

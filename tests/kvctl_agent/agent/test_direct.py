@@ -104,10 +104,8 @@ def test_layer_groups_go_one_by_one(fleet: Any) -> None:
 def test_auto_measures_and_then_weighs(make_fleet: Any, devices: Any) -> None:
     fleet = make_fleet(prefill=(1, 1), path="auto", device=devices, staging_ring_mb=1).start()
     chooser = fleet.prefill[0].parts.chooser
-    wait(lambda: chooser.connection is not None)
-    assert chooser.copy is not None
-    assert chooser.direct is not None
-    assert chooser.direct.us_per_part > 0
+    wait(lambda: chooser.model is not None)
+    assert chooser.model.direct.us_per_part > 0
     assert "direct" in fleet.events("calibration")[0]
     assert devices["prefill"].prepared, "kernels were compiled before the first part"
     fleet.run(1, 8)

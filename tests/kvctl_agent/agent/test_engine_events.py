@@ -121,7 +121,7 @@ def test_a_forward_that_does_not_end_has_a_deadline(make_fleet: Any, devices: An
     assert {error["code"] for error in room.errors()} <= {"KV_ROOM_STUCK_TRANSFER", "KV_ROOM_STUCK_WAITING"}
     fleet.settle()
     deadline = time.monotonic() + 60
-    while fleet.prefill[0].parts.forwards.waiting:
+    while fleet.prefill[0].parts.event_poller.waiting:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -178,7 +178,7 @@ def test_many_rooms_whose_forwards_end_in_any_order(make_fleet: Any, devices: An
             fleet.expect(room)
     fleet.settle()
     fleet.check(but=tuple(aborted))
-    assert all(agent.parts.forwards.waiting == 0 for agent in fleet.prefill)
+    assert all(agent.parts.event_poller.waiting == 0 for agent in fleet.prefill)
     assert fleet.errors() == []
 
 
@@ -191,7 +191,7 @@ class TestHostMemory:
         fleet.feed(room)
         assert room.wait() == SUCCESS
         assert all(receive.event is None for receive in room.receives.values())
-        assert fleet.prefill[0].parts.forwards is None
+        assert fleet.prefill[0].parts.event_poller is None
 
 
 class TestSettings:

@@ -26,8 +26,9 @@ from kvctl_agent.errors import (
 )
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.memory.pool import DraftKV, GroupTensors, StateTensors
-from kvctl_agent.parts import AgentParts, build_parts
+from kvctl_agent.parts import AgentParts
 from tests.support.agents import mute
+from tests.support.folded import folded
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
 
@@ -39,20 +40,17 @@ def wait(condition: Any, timeout_s: float = 60.0) -> None:
         time.sleep(0.002)
 
 
-@pytest.fixture(params=["nixl", "loopback"])
-def transport(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+BOTH = pytest.mark.parametrize("transport", ["nixl", "loopback"])
 
 
 class TestAbort:
     @pytest.mark.parametrize("side", ["prefill", "decode"])
     @pytest.mark.parametrize("moment", ["opened", "computing", "gated"])
     def test_it_fails_on_every_rank_with_the_reason_and_leaves_nothing(
-        self, make_fleet: Any, model: Any, transport: str, side: str, moment: str
+        self, make_fleet: Any, model: Any, side: str, moment: str
     ) -> None:
         wide = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=160, layers=2)
-        fleet = make_fleet(transport, decode=(1, 2), prefill=(1, 2), model=wide, path="staged", chunk_tokens=64).start()
+        fleet = make_fleet(decode=(1, 2), prefill=(1, 2), model=wide, path="staged", chunk_tokens=64).start()
         room, other = (fleet.claim(fleet.receive(fleet.room(number, 16))) for number in (1, 2))
         if moment != "opened":
             for send in room.sends:
@@ -78,6 +76,7 @@ class TestAbort:
         fleet.check(but=(room,))
         assert fleet.errors() == []
 
+    @BOTH
     def test_under_load_the_others_are_whole_and_the_aborted_ones_drained(
         self, make_fleet: Any, model: Any, transport: str
     ) -> None:
@@ -487,6 +486,7 @@ class TestClose:
             agent.close(5)
         assert sys.getswitchinterval() == before
 
+    @BOTH
     @pytest.mark.parametrize("side", ["prefill", "decode"])
     def test_rooms_in_flight_fail_with_a_cause_and_within_the_deadline(
         self, make_fleet: Any, transport: str, side: str
@@ -507,6 +507,7 @@ class TestClose:
                 assert error["text"] == f"agent {agent.name} is closing"
                 assert (error["rank"], error["code"]) == (agent.name, "ABORTED")
 
+    @BOTH
     @pytest.mark.parametrize("side", ["prefill", "decode"])
     def test_a_room_that_meets_a_closing_agent_fails_on_the_others_at_once(
         self, make_fleet: Any, transport: str, side: str
@@ -563,7 +564,7 @@ class TestClose:
         with pytest.raises(TransportError, match="closed"):
             agent.parts.transport.arrivals()
         assert agent.parts.context.closed
-        assert "did not stop" in agent.telemetry.recorder.since(None, 1)["events"][0]["text"]
+        assert "did not stop" in folded(agent.telemetry).recorder.since(None, 1)["events"][0]["text"]
 
     def test_parts_are_released_when_the_admin_server_cannot_be_built(
         self, make_fleet: Any, monkeypatch: pytest.MonkeyPatch
@@ -572,14 +573,14 @@ class TestClose:
         built: list[AgentParts] = []
 
         def build(*arguments: Any) -> AgentParts:
-            built.append(build_parts(*arguments))
+            built.append(AgentParts(*arguments))
             return built[-1]
 
         def broken(*_: Any, **__: Any) -> None:
             raise AdminError("admin handlers differ from the declared commands")
 
-        monkeypatch.setattr("kvctl_agent.agent.build_parts", build)
-        monkeypatch.setattr("kvctl_agent.agent.AdminServer", broken)
+        monkeypatch.setattr("kvctl_agent.agent.AgentParts", build)
+        monkeypatch.setattr("kvctl_agent.agent.ObserverLink", broken)
         with pytest.raises(AdminError, match="handlers differ"):
             make_fleet(prefill=(1, 1)).start()
         (parts,) = built
@@ -623,13 +624,13 @@ class TestCalibration:
         fleet = make_fleet(prefill=(1, 1)).start()
         chooser = fleet.prefill[0].parts.chooser
         fleet.run(1, 4)
-        assert chooser.connection is None
+        assert chooser.model is None
         fleet.set_path("auto")
-        wait(lambda: chooser.connection is not None)
-        first = chooser.connection
+        wait(lambda: chooser.model is not None)
+        first = chooser.model
         fleet.set_path("auto")
         fleet.run(2, 4)
-        assert chooser.connection is first
+        assert chooser.model is first
         (text,) = fleet.events("calibration")
         assert text.startswith("connection to decode-0: one write ")
 
@@ -638,21 +639,22 @@ class TestCalibration:
         fleet = make_fleet(prefill=(1, 1), path="auto").start()
         agent = fleet.prefill[0]
         fleet.run(1, 4)
-        wait(lambda: agent.parts.chooser.connection is not None)
+        wait(lambda: agent.parts.chooser.model is not None)
         held: list[Any] = []
         while (buffer := agent.parts.buffers.acquire(f"peer-{len(held)}")) is not None:
             buffer.span.array[:] = 0x5A
             held.append(buffer)
         agent.parts.buffers.release(held.pop())
-        agent.parts.chooser.connection = None
+        agent.parts.chooser.model = None
         done = threading.Event()
         agent.parts.transfers.run_between(lambda: (agent.parts.connections.calibrate(), done.set()))
         assert done.wait(60)
-        assert agent.parts.chooser.connection is not None
+        assert agent.parts.chooser.model is not None
         for buffer in held:
             assert bool((buffer.span.array == 0x5A).all())
             agent.parts.buffers.release(buffer)
 
+    @BOTH
     def test_measuring_on_request_gives_sane_costs(self, make_fleet: Any, transport: str) -> None:
         fleet = make_fleet(transport, prefill=(1, 1)).start()
         for cost in (fleet.prefill[0].measure_connection() for _ in range(3)):

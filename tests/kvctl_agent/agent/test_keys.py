@@ -15,8 +15,8 @@ import zmq
 from zmq.utils import z85
 
 from kvctl.lab.tcp_ports import free_port
-from kvctl_agent.contract.keys import KeyPair, secret_text
 from kvctl_agent.errors import AdminError, ConfigError
+from kvctl_agent.host.keys import KeyPair, secret_text
 from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg

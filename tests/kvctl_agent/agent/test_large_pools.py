@@ -101,9 +101,7 @@ def test_a_room_of_one_token_costs_its_rows_whatever_the_size_of_the_pools(
         assert answer() == "ready"
         prefill.wait_ready(WAIT_S)
         deadline = time.monotonic() + WAIT_S
-        while (
-            prefill.parts.chooser.connection is None
-        ):  # reads rows from all over the pool: up to 50 MiB of page tables
+        while prefill.parts.chooser.model is None:  # reads rows from all over the pool: up to 50 MiB of page tables
             assert time.monotonic() < deadline, "the connection is not measured"
             time.sleep(0.01)
         before, random = resident_kib(), np.random.default_rng(1)

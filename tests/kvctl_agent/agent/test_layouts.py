@@ -191,8 +191,7 @@ def ended(handles: Sequence[Send | Receive], timeout: float = 60.0) -> set[RoomS
 
 
 class TestEveryLayout:
-    @pytest.mark.parametrize("mode", ["plain", "declared"])
-    @pytest.mark.parametrize("path", ["slice", "staged"])
+    @pytest.mark.parametrize(("path", "mode"), [("slice", "plain"), ("staged", "declared")])
     @pytest.mark.parametrize("cp_mode", ["rank0", "all", "all-chunk", "room-hash"])
     def test_stages_cp_heads_scales_draft_and_state_at_once(
         self, make: Make, cp_mode: str, path: str, mode: str
@@ -252,11 +251,10 @@ class TestEveryLayout:
 class TestStrides:
     """The memory of the two sides differs in the order of its axes."""
 
-    @pytest.mark.parametrize("path", ["bulk", "slice", "staged"])
+    @pytest.mark.parametrize(("path", "tp"), [("bulk", 2), ("slice", 1), ("staged", 1), ("staged", 2)])
     @pytest.mark.parametrize(
         "layouts", [("nhd", "fused"), ("hnd", "nhd"), ("fused", "block-outer-hnd"), ("hnd", "hnd"), ("kv-inner", "nhd")]
     )
-    @pytest.mark.parametrize("tp", [1, 2])
     def test_every_segment_lands_between_different_layouts(
         self, make: Make, tp: int, layouts: tuple[str, str], path: str
     ) -> None:

@@ -20,12 +20,6 @@ SUCCESS, FAILED = {RoomState.SUCCESS}, {RoomState.FAILED}
 NEVER = 1 << 60
 
 
-@pytest.fixture(params=["nixl", "loopback"])
-def transport(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
 def blocks(agent: Any) -> list[np.ndarray]:
     """The planes of an agent's pool with one row for each page."""
     segment = agent.pool.segments[0]
@@ -60,9 +54,9 @@ def finish(fleet: Any, room: Any, pages: np.ndarray) -> None:
 class TestPrefill:
     @pytest.mark.parametrize("path", ["staged", "slice", "bulk"])
     def test_queued_parts_are_sent_from_the_new_pages(
-        self, make_fleet: Any, transport: str, path: str, request: pytest.FixtureRequest
+        self, make_fleet: Any, path: str, request: pytest.FixtureRequest
     ) -> None:
-        fleet = make_fleet(transport, prefill=(1, 1), decode=(1, 1), path=path, chunk_tokens=16).start()
+        fleet = make_fleet(prefill=(1, 1), decode=(1, 1), path=path, chunk_tokens=16).start()
         room = fleet.claim(fleet.receive(fleet.room(1, 12, aux=2)))
         busy, gate = threading.Event(), threading.Event()
         request.addfinalizer(gate.set)
@@ -82,6 +76,7 @@ class TestPrefill:
         fleet.settle()
         assert fleet.errors() == []
 
+    @pytest.mark.parametrize("transport", ["nixl", "loopback"])
     def test_at_any_time_under_load_and_every_byte_is_right(self, make_fleet: Any, transport: str) -> None:
         fleet = make_fleet(transport, prefill=(1, 1), path="staged", chunk_tokens=16).start()
         for number in range(1, 25):
@@ -106,11 +101,9 @@ class TestPrefill:
         assert fleet.errors() == []
 
     @pytest.mark.parametrize("again", [(), (1, 3), (3, 1)], ids=str)
-    def test_the_layers_may_be_grouped_otherwise_afterwards(
-        self, make_fleet: Any, transport: str, again: tuple[int, ...]
-    ) -> None:
+    def test_the_layers_may_be_grouped_otherwise_afterwards(self, make_fleet: Any, again: tuple[int, ...]) -> None:
         sizes = {"prefill": (1, 1), "decode": (1, 1), "model": Model(layers=4), "chunk_tokens": 16}
-        fleet = make_fleet(transport, path="staged", **sizes).start()
+        fleet = make_fleet(path="staged", **sizes).start()
         room = fleet.claim(fleet.receive(fleet.room(1, 12, aux=2)))
         (send,) = room.sends
         send.prefetch((range(2), range(2, 4)))
@@ -141,7 +134,7 @@ class TestPrefill:
         assert send.wait_recalled(60)
 
         def show() -> Any:
-            (row,) = fleet.prefill[0].observe.handlers()["room"]({"room": 1})
+            (row,) = fleet.prefill[0].observe.room(1)
             return row
 
         (owed,) = show()["owed_parts"]
@@ -213,10 +206,8 @@ class TestPrefill:
 
 
 class TestDecode:
-    def test_the_room_is_opened_again_in_other_pages(
-        self, make_fleet: Any, transport: str, request: pytest.FixtureRequest
-    ) -> None:
-        fleet = make_fleet(transport, prefill=(1, 1), decode=(1, 1), path="slice").start()
+    def test_the_room_is_opened_again_in_other_pages(self, make_fleet: Any, request: pytest.FixtureRequest) -> None:
+        fleet = make_fleet(prefill=(1, 1), decode=(1, 1), path="slice").start()
         room = fleet.claim(fleet.receive(fleet.room(1, 12, aux=2)))
         busy, gate = threading.Event(), threading.Event()
         request.addfinalizer(gate.set)

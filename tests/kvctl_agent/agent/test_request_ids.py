@@ -9,6 +9,7 @@ import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
+from tests.support.folded import folded
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -32,7 +33,7 @@ def test_each_rank_shows_the_id_of_its_own_engine(fleet: Any) -> None:
     handles = [prefill.send(7, request_id="cmpl-1", traceparent=PARENT)]
     handles.append(decode.receive(7, [0], request_id="cmpl-1-0"))
     assert (row(prefill, 7)["request_id"], row(decode, 7)["request_id"]) == ("cmpl-1", "cmpl-1-0")
-    assert [agent.telemetry.rooms.find(7)[0].traceparent for agent in (prefill, decode)] == [PARENT, ""]
+    assert [folded(agent.telemetry).rooms.find(7)[0].traceparent for agent in (prefill, decode)] == [PARENT, ""]
     handles[0].abort("enough")
     assert [handle.wait(60) for handle in handles] == [RoomState.FAILED] * 2
     assert prefill.observe.failed()["rooms"][0]["request_id"] == "cmpl-1"
@@ -48,7 +49,7 @@ def test_a_room_that_decode_opens_first_gets_the_id_with_send(fleet: Any) -> Non
     assert {handle.wait(60) for handle in (send, receive)} == {RoomState.FAILED}
     assert prefill.observe.failed()["rooms"][0]["request_id"] == "cmpl-1"
     assert decode.observe.failed()["rooms"][0]["request_id"] is None
-    assert decode.telemetry.rooms.find(7)[0].traceparent == ""
+    assert folded(decode.telemetry).rooms.find(7)[0].traceparent == ""
     fleet.settle()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import DeadlineExceeded, LocalProtocolError, MemoryLayoutError
 from kvctl_agent.layout.parallel import ParallelConfig
+from tests.support.observers import end_observer, observer_pid
 
 ASLEEP = "its engine has unregistered its memory"
 
@@ -110,6 +112,25 @@ def test_the_admin_socket_answers_for_the_present_components(make_fleet: Any) ->
     assert decode.observe.hello()["incarnation"] == f"{decode.incarnation:016x}"
     decode.resume()
     decode.wait_ready(60)
+    fleet.run(1, 4)
+    fleet.check()
+
+
+def test_the_observer_may_be_replaced_while_there_is_no_control_loop(
+    make_fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCTL_OBSERVER", "process")
+    fleet = make_fleet(prefill=(1, 1)).start()
+    decode = fleet.decode[0]
+    directory = decode.admin.path.parent
+    decode.unregister(60)
+    assert decode.admin._wake_agent is None  # closed: its number may be in use again
+    before = observer_pid(directory)
+    end_observer(directory, signal.SIGKILL)
+    wait(lambda: observer_pid(directory) not in (None, before) and decode.admin._connection is not None)
+    decode.register()
+    decode.wait_ready(60)
+    assert decode.admin.observer == "process"
     fleet.run(1, 4)
     fleet.check()
 

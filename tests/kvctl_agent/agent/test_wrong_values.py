@@ -22,7 +22,6 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["nixl", "loopback"])
 SURROGATE = "client said \ud800"
 
 
@@ -102,10 +101,9 @@ def test_integers_of_every_type_are_the_same_number(fleet: Any) -> None:
     assert fleet.errors() == []
 
 
-@TRANSPORTS
-def test_numpy_numbers_stall_nobody(make_fleet: Any, transport: str) -> None:
+def test_numpy_numbers_stall_nobody(make_fleet: Any) -> None:
     """They were kept as they are, and a frame with one of them was lost with all its messages."""
-    fleet = make_fleet(transport, prefill=(1, 1)).start()
+    fleet = make_fleet("loopback", prefill=(1, 1)).start()
     for room in [fleet.room(np.int64(number), 3, prefix=1, aux=np.int64(number)) for number in range(8)]:
         fleet.feed(fleet.claim(fleet.receive(room)))
         innocent = fleet.feed(fleet.claim(fleet.receive(fleet.room(int(room.number) + 100, 2))))
@@ -116,9 +114,8 @@ def test_numpy_numbers_stall_nobody(make_fleet: Any, transport: str) -> None:
     assert fleet.errors() == []
 
 
-@TRANSPORTS
-def test_a_wrong_value_is_refused_at_once_and_the_rooms_beside_it_go_on(make_fleet: Any, transport: str) -> None:
-    fleet = make_fleet(transport, prefill=(1, 1)).start()
+def test_a_wrong_value_is_refused_at_once_and_the_rooms_beside_it_go_on(make_fleet: Any) -> None:
+    fleet = make_fleet("loopback", prefill=(1, 1)).start()
     decode, prefill = fleet.decode[0], fleet.prefill[0]
     receive, send = decode.receive(1, [1], aux_index=1), prefill.send(1)
     calls: tuple[tuple[Callable[[], Any], str], ...] = (
@@ -163,12 +160,9 @@ def test_a_wrong_value_is_refused_at_once_and_the_rooms_beside_it_go_on(make_fle
     assert fleet.errors() == []
 
 
-@TRANSPORTS
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_reason_that_cannot_be_encoded_is_told_to_every_rank_as_escapes(
-    make_fleet: Any, transport: str, role: str
-) -> None:
-    fleet = make_fleet(transport, prefill=(1, 1)).start()
+def test_a_reason_that_cannot_be_encoded_is_told_to_every_rank_as_escapes(make_fleet: Any, role: str) -> None:
+    fleet = make_fleet("loopback", prefill=(1, 1)).start()
     receive, send = fleet.decode[0].receive(1, [1]), fleet.prefill[0].send(1)
     (send if role == "prefill" else receive).abort(SURROGATE)
     assert (receive.wait(60), send.wait(60)) == (RoomState.FAILED, RoomState.FAILED)
@@ -191,10 +185,9 @@ def test_a_handle_of_a_room_that_has_ended_says_nothing_to_the_next_one_of_its_n
     assert (receive.wait(60), send.wait(60)) == (RoomState.SUCCESS, RoomState.SUCCESS), receive.error
 
 
-@TRANSPORTS
-def test_a_prefill_engine_that_never_calls_finish(make_fleet: Any, transport: str) -> None:
+def test_a_prefill_engine_that_never_calls_finish(make_fleet: Any) -> None:
     """Decodes had all that it wanted and succeeded, while the prefill rank kept its pages and then failed."""
-    fleet = make_fleet(transport, prefill=(1, 1)).start()
+    fleet = make_fleet("loopback", prefill=(1, 1)).start()
     room = fleet.claim(fleet.receive(fleet.room(1, 3)))
     room.sends[0].pages(room.src, last=True)
     assert room.wait() == {RoomState.SUCCESS}, room.errors()
@@ -206,14 +199,13 @@ def test_a_prefill_engine_that_never_calls_finish(make_fleet: Any, transport: st
     assert fleet.errors() == []
 
 
-@TRANSPORTS
-def test_a_message_that_cannot_be_encoded_fails_its_room_alone(make_fleet: Any, transport: str) -> None:
+def test_a_message_that_cannot_be_encoded_fails_its_room_alone(make_fleet: Any) -> None:
     """What the checks of the public API do not know of: a bug."""
-    fleet = make_fleet(transport, prefill=(1, 1)).start()
+    fleet = make_fleet("loopback", prefill=(1, 1)).start()
     decode = fleet.decode[0]
     receive = decode.receive(1, [1])
     innocent = fleet.claim(fleet.receive(fleet.room(3, 2)))
-    bad = Receive(2, decode.parts.mailbox.put)
+    bad = Receive(2, decode.parts.mailbox.put, decode.telemetry.region)
     decode.parts.handles.add(bad)
     decode.parts.mailbox.put(ev.OpenRoom(2, 5, np.array([9], np.int32), 0, 1, np.int64(1), fleet.bootstrap))
     fleet.feed(innocent)

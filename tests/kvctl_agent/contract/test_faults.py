@@ -57,7 +57,7 @@ def test_every_kind_has_an_example_that_can_be_read(kind: FaultKind) -> None:
         ("control-loss=101%", "at most 100%"),
         ("control-loss=5", "such as control-loss=5%"),
         ("control-delay=50", "not a time: write a number and one of us, ms, s, m, h"),
-        ("control-delay=2h", "2h is not from 1us to 1m"),
+        ("control-delay=2h", "2h is not from 1us to 1h"),
         ("control-delay=-1s", "is not from"),
         ("message-loss=staging-grant", "'staging-grant' is not one, did you mean staging-grants"),
         ("message-loss=5%", "'5%' is not one: there are hello, hello-ack"),
@@ -90,18 +90,20 @@ def faults() -> st.SearchStrategy[Fault]:
         if kind.unit == "share":
             return st.integers(1, 10**8).map(lambda millionths: Fault(kind, share=millionths / 10**8))
         if kind.unit == "rank":
-            lasting = st.integers(kind.low // 1000, kind.high // 1000).map(lambda us: us * 1000)
+            low, high = kind.bounds
+            lasting = st.integers(low // 1000, high // 1000).map(lambda us: us * 1000)
             return st.builds(
                 Fault,
                 st.just(kind),
                 rank=st.from_regex(r"[a-z0-9-]{1,20}", fullmatch=True),
-                at_ns=st.integers(0, kind.high // 1000).map(lambda us: us * 1000),
+                at_ns=st.integers(0, high // 1000).map(lambda us: us * 1000),
                 for_ns=lasting if kind.name in ("pause", "replace") else st.none() | lasting,
             )
         if kind.unit == "messages":
             types = st.lists(st.sampled_from(MESSAGES), min_size=1, unique=True)
             return types.map(lambda names: Fault(kind, messages=tuple(names)))
-        return st.integers(kind.low // 1000, kind.high // 1000).map(lambda us: Fault(kind, ns=us * 1000))
+        low, high = (bound // 1000 for bound in kind.bounds)
+        return st.integers(low, high).map(lambda us: Fault(kind, ns=us * 1000))
 
     return st.sampled_from(FAULTS).flatmap(of)
 

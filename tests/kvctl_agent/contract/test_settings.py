@@ -38,7 +38,9 @@ def test_without_sources_every_key_has_its_default(nowhere: dict[str, str]) -> N
 def test_each_source_overrides_the_weaker_ones_and_is_the_origin(tmp_path: Path) -> None:
     file = write(tmp_path / "a.toml", 'path = "slice"\ncopy_threads = 2\nstaging_ring_mb = 8\n')
     environ = {"KVCTL_COPY_THREADS": "3", "KVCTL_STAGING_RING_MB": "9"}
-    settings = load_settings({"staging_ring_mb": 10}, environ, file)
+    defaults = {"path": "bulk", "hold_s": 30}
+    settings = load_settings({"staging_ring_mb": 10}, environ, file, defaults)
+    assert (settings["hold_s"], settings.origin("hold_s")) == (30, "engine")
     assert (settings["path"], settings.origin("path")) == ("slice", f"file {file}")
     assert (settings["copy_threads"], settings.origin("copy_threads")) == (3, "environment KVCTL_COPY_THREADS")
     assert (settings["staging_ring_mb"], settings.origin("staging_ring_mb")) == (10, "argument")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvctl_agent.contract.states import MAX_RANKS
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import (
-    MAX_RANKS,
     HeadRange,
     ParallelConfig,
     RankCoord,

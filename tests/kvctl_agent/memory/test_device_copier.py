@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 from tests.support.host_device import HostDevice
+from tests.support.numpy_copier import NumpyCopier
 from tests.support.strided import ORDERS, strided
 
 Planes = tuple[Plane, ...]
@@ -66,7 +68,7 @@ def gathered(memory: SegmentMemory, head: int, heads: int, layers: tuple[int, in
     out = np.empty(part.region_bytes, np.uint8)
     (whole,) = part.pieces(part.nbytes)
     rows = RowIndex(memory, PAGES, head, heads)
-    finish(HostCopier(CopyPool()).gather(rows, [whole], [MemorySpan(out.ctypes.data, out.nbytes, out)]))
+    finish(NumpyCopier().gather(rows, [whole], [MemorySpan(out.ctypes.data, out.nbytes, out)]))
     return part, out
 
 
@@ -110,7 +112,7 @@ class TestSameAsNumpy:
         self, device: HostDevice, ring: RingMemory, planes: str, head: int, heads: int
     ) -> None:
         copier = DeviceCopier(device.copies())
-        host = HostCopier(CopyPool())
+        host = NumpyCopier()
         with (
             filled(PLANES[planes], None) as source,
             filled(PLANES[planes], device, 2) as memory,
@@ -183,7 +185,7 @@ class TestLaunches:
                 wanted = np.empty(part.region_bytes, np.uint8)
                 (whole,) = part.pieces(part.nbytes)
                 rows = RowIndex(memory, pages, head, 2)
-                finish(HostCopier(CopyPool()).gather(rows, [whole], [MemorySpan(0, wanted.nbytes, wanted)]))
+                finish(NumpyCopier().gather(rows, [whole], [MemorySpan(0, wanted.nbytes, wanted)]))
                 stretch = ring.view(at, part.nbytes)
                 device.fill(stretch.addr, part.nbytes, 0)
                 finish(copier.gather(rows, [whole], [stretch]))
@@ -226,8 +228,11 @@ class TestRefusal:
     def test_the_host_copies_no_memory_of_a_device(self, device: HostDevice, ring: RingMemory) -> None:
         with filled(PLANES["K and V alike"], None) as memory:
             part, rows = memory.part_layout(2, 4, len(PAGES), 2), RowIndex(memory, PAGES, 0, 2)
+            wake_fd = os.eventfd(0)
+            scatter = HostCopier(CopyPool(0, wake_fd)).scatter
+            os.close(wake_fd)  # the pool has a copy of it
             with pytest.raises(MemoryLayoutError, match="on a device; the host cannot copy it"):
-                HostCopier(CopyPool()).scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))])
+                scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))])
 
     def test_a_failed_copy_says_so_when_asked(self, device: HostDevice, ring: RingMemory) -> None:
         copier = DeviceCopier(device.copies())

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+import os
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,21 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvctl_agent.errors import LocalProtocolError, MemoryLayoutError
+from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.allocations import Bytes
-from kvctl_agent.memory.host_copier import (
-    CopyPool,
-    gather,
-    gather_piece,
-    head_slice,
-    host_rows,
-    scatter,
-    scatter_piece,
-)
+from kvctl_agent.memory.copier import LandedPart
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier, gather_piece
 from kvctl_agent.memory.part_layout import PartLayout, Piece, Span
 from kvctl_agent.memory.pool import KVPool
+from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 from tests.support.pools import PLANES, WIDE_K, Planes, filled
 
@@ -49,8 +40,18 @@ def gathered(memory: SegmentMemory, layers: range, pages: list[int], head: int, 
     rows = RowIndex(memory, pages, head, heads)
     region = np.zeros(part.region_bytes, dtype=np.uint8)
     for piece in part.pieces(target_bytes):
-        assert gather_piece(piece, rows, region[piece.offset :]) == piece.nbytes
+        gather_piece(piece, rows, region[piece.offset :])
     return region[: part.nbytes]
+
+
+def scatter_part(rows: RowIndex, part: PartLayout, region: Bytes) -> None:
+    wake_fd = os.eventfd(0)
+    pool = CopyPool(0, wake_fd)
+    os.close(wake_fd)  # the pool has a copy of it
+    copy = HostCopier(pool).scatter([LandedPart(rows, part, MemorySpan(0, region.nbytes, region))])
+    while not copy.done():
+        pass
+    pool.close()
 
 
 # Heads of the pool and a slice of them: whole, aligned, unaligned, coprime, single, at either end.
@@ -86,22 +87,17 @@ def test_scatter_writes_what_plain_loops_write_and_nothing_else(
     with filled(LAYERS, 10, pool_heads, planes) as memory:
         part = memory.part_layout(6, 8, len(pages), heads)
         rows = RowIndex(memory, pages, head, heads)
-        random = np.random.default_rng(2)
-        for target_bytes in (1, 200, 1 << 20):
-            region = random.integers(0, 256, part.region_bytes, dtype=np.uint8)
-            oracle = {
-                (layer, plane): memory.block(layer, plane).copy() for layer in LAYERS for plane in range(len(planes))
-            }
-            at = 0
-            for layer, plane, place in part_rows(memory, LAYERS[1:], pages, head, heads):
-                size = place.stop - place.start
-                oracle[layer, plane][place] = region[at : at + size]
-                at += size
-            assert at == part.nbytes
-            for piece in part.pieces(target_bytes):
-                assert scatter_piece(piece, rows, region[piece.offset :]) == piece.nbytes
-            for (layer, plane), block in oracle.items():
-                assert memory.block(layer, plane).tobytes() == block.tobytes()
+        region = np.random.default_rng(2).integers(0, 256, part.region_bytes, dtype=np.uint8)
+        oracle = {(layer, plane): memory.block(layer, plane).copy() for layer in LAYERS for plane in range(len(planes))}
+        at = 0
+        for layer, plane, place in part_rows(memory, LAYERS[1:], pages, head, heads):
+            size = place.stop - place.start
+            oracle[layer, plane][place] = region[at : at + size]
+            at += size
+        assert at == part.nbytes
+        scatter_part(rows, part, region)
+        for (layer, plane), block in oracle.items():
+            assert memory.block(layer, plane).tobytes() == block.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
@@ -109,13 +105,15 @@ def test_kernels_work_on_torch_tensors_of_any_element_size(dtype: torch.dtype) -
     k = [torch.randint(0, 100, (12, 4, 8)).to(dtype)]
     v = [torch.randint(0, 100, (12, 4, 16)).to(dtype)]
     pool = KVPool.from_tensors(k, v, page_size=4, total_kv_heads=8)
-    rows = host_rows(RowIndex(pool.segments[0], torch.tensor([2, 0]), 1, 2))
-    for plane, tensor in enumerate((k[0], v[0])):
-        expected = tensor.view(3, 4, 4, -1)[[2, 0], :, 1:3].contiguous()
-        out = np.zeros(expected.numel() * dtype.itemsize, dtype=np.uint8)
-        gather(Span(0, plane, 0, 2), rows, out)
-        assert out.tobytes() == expected.view(torch.uint8).numpy().tobytes()
-        scatter(Span(0, plane, 0, 2), rows, np.zeros_like(out))
+    rows = RowIndex(pool.segments[0], torch.tensor([2, 0]), 1, 2)
+    part = pool.segments[0].part_layout(0, 1, 2, 2)
+    expected = [tensor.view(3, 4, 4, -1)[[2, 0], :, 1:3].contiguous().view(torch.uint8).numpy() for tensor in (*k, *v)]
+    out = np.zeros(part.nbytes, dtype=np.uint8)
+    (piece,) = part.pieces()
+    gather_piece(piece, rows, out)
+    assert out.tobytes() == b"".join(each.tobytes() for each in expected)
+    scatter_part(rows, part, np.zeros(part.region_bytes, np.uint8))
+    for tensor in (*k, *v):
         assert not tensor.view(3, 4, 4, -1)[[2, 0], :, 1:3].any()
         assert tensor.view(3, 4, 4, -1)[1].any(), "a page that was not named stays"
 
@@ -140,61 +138,9 @@ def test_what_is_gathered_here_and_scattered_there_reads_the_same(data: st.DataO
     ):
         region = gathered(source, layers, source_pages, from_head, heads, piece_bytes)
         rows = RowIndex(target, target_pages, to_head, heads)
-        for piece in target.part_layout(layers.start, layers.stop, len(target_pages), heads).pieces(piece_bytes):
-            scatter_piece(piece, rows, region[piece.offset :])
+        scatter_part(rows, target.part_layout(layers.start, layers.stop, len(target_pages), heads), region)
         there = gathered(target, layers, target_pages, to_head, heads, piece_bytes)
         assert there.tobytes() == region.tobytes()
-
-
-class TestRuns:
-    def test_long_runs_of_pages_are_found_and_copied_as_runs(self) -> None:
-        with filled(range(1), 200, 4, (Plane("k", 16, 128), Plane("v", 16, 128))) as memory:
-            pages = [*range(100, 180), *range(10, 90)]
-            for head, heads in ((0, 4), (1, 2)):
-                rows = host_rows(RowIndex(memory, pages, head, heads))
-                assert rows.as_runs == (True, True)
-                assert list(rows.runs(0, 160)) == [(100, 0, 80), (10, 80, 160)]
-                assert list(rows.runs(70, 85)) == [(170, 0, 10), (10, 10, 15)]
-                assert list(rows.runs(80, 81)) == [(10, 0, 1)]
-                region = gathered(memory, range(1), pages, head, heads, 1 << 16)
-                blocks = [memory.block(0, plane).reshape(200, 16, 4, 128) for plane in (0, 1)]
-                wanted = [block[pages, :, head : head + heads].tobytes() for block in blocks]
-                assert region.tobytes() == b"".join(wanted)
-            assert host_rows(RowIndex(memory, pages[::-1], 0, 4)).as_runs == (False, False)
-
-    def test_small_scales_do_not_keep_rows_from_being_copied_as_runs(self) -> None:
-        with filled(range(1), 200, 4, (Plane("k", 16, 128), Plane("k_scale", 1, 4))) as memory:
-            assert host_rows(RowIndex(memory, [*range(100, 180), *range(10, 90)], 0, 4)).as_runs == (True, False)
-
-
-class TestStack:
-    """Short rooms of many layers are copied with one call per page run if the blocks allow it."""
-
-    @pytest.mark.parametrize("name", ["K and V alike", "one row a page", "latent", "items of state"])
-    @pytest.mark.parametrize("heads", [1, 4])
-    def test_equal_planes_of_one_allocation_are_one_stack(self, name: str, heads: int) -> None:
-        with filled(LAYERS, 10, 4, PLANES[name]) as memory:
-            stack = head_slice(memory, 0, heads).stack
-            assert stack is not None
-            rows, head_bytes = PLANES[name][0][1:]
-            assert stack.shape == (3 * len(PLANES[name]), 10, rows, heads * head_bytes)
-
-    @pytest.mark.parametrize("name", ["K wider than V", "with scales", "latent with scales"])
-    def test_planes_that_differ_are_not(self, name: str) -> None:
-        with filled(LAYERS, 10, 4, PLANES[name]) as memory:
-            assert head_slice(memory, 0, 4).stack is None
-
-    def test_it_is_taken_where_there_are_more_blocks_than_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        calls: list[Span] = []
-        monkeypatch.setattr(
-            "kvctl_agent.memory.host_copier.gather",
-            lambda span, rows, out: calls.append(span) or 4 * 2 * 12 * rows.run_count,
-        )
-        with filled(LAYERS, 10, 2, PLANES["K and V alike"]) as memory:
-            for pages, spans in (([3], 0), ([3, 1, 7, 2, 9], 0), ([3, 1, 7, 2, 9, 0], 6)):
-                calls.clear()
-                gathered(memory, LAYERS, pages, 0, 2, 1 << 20)
-                assert len(calls) == spans
 
 
 class TestRefusals:
@@ -223,29 +169,6 @@ class TestRefusals:
         with pytest.raises(MemoryLayoutError, match=message):
             RowIndex(memory, pages, head, heads)
 
-    def test_spans_outside_the_part_or_the_pool(self, memory: SegmentMemory) -> None:
-        rows = host_rows(RowIndex(memory, [1, 5], 0, 2))
-        out = np.zeros(4096, dtype=np.uint8)
-        for copy in (gather, scatter):
-            for page_lo, page_hi in ((0, 3), (1, 1), (-1, 1)):
-                with pytest.raises(MemoryLayoutError, match="outside the 2 pages"):
-                    copy(Span(0, 0, page_lo, page_hi), rows, out)
-            with pytest.raises(MemoryLayoutError, match=r"layer=2.* lies outside the 2 layers of this rank"):
-                copy(Span(2, 0, 0, 1), rows, out)
-
-    def test_staging_that_is_short_or_not_flat_bytes(self, memory: SegmentMemory) -> None:
-        rows, span = host_rows(RowIndex(memory, [1, 5], 0, 2)), Span(0, 0, 0, 2)
-        need = 2 * 4 * 2 * 16
-        for staging in (
-            np.zeros(need - 1, dtype=np.uint8),
-            np.zeros((need, 1), dtype=np.uint8),
-            np.zeros(need, dtype=np.int64),
-            np.zeros(2 * need, dtype=np.uint8)[::2],
-        ):
-            for copy in (gather, scatter):
-                with pytest.raises(MemoryLayoutError, match=f"needs {need} contiguous uint8"):
-                    copy(span, rows, staging)
-
     @pytest.mark.parametrize(("lo", "hi", "asked"), [(2, 4, "layers 2-3"), (4, 6, "layers 4-5"), (5, 6, "layers 5")])
     def test_layers_of_another_stage(self, memory: SegmentMemory, lo: int, hi: int, asked: str) -> None:
         with pytest.raises(MemoryLayoutError, match=f"kv: {asked} requested, but this rank has layers 3-4"):
@@ -257,7 +180,7 @@ class TestRefusals:
         memory = SegmentMemory(LocalShard(Segment(1, "draft", 8, 9, 4, WIDE_K), 8, 8, 0, 4), 0, ())
         for asked in (
             lambda: memory.block(8, 0),
-            lambda: head_slice(memory, 0, 4),
+            lambda: memory.check_heads(0, 4),
             lambda: memory.part_layout(8, 9, 1, 4),
         ):
             with pytest.raises(MemoryLayoutError, match=r"draft: .* this rank's pipeline stage has none of its layers"):
@@ -316,87 +239,3 @@ class TestPartLayout:
         part = PartLayout(0, 1, 10, (100, 100, 2, 2))
         assert [piece.nbytes for piece in part.pieces(900)] == [500, 500, 500, 540]
         assert part.pieces(900)[-1].spans == (Span(0, 1, 5, 10), Span(0, 2, 0, 10), Span(0, 3, 0, 10))
-
-
-def run(pool: CopyPool, jobs: list[Callable[[], Any]], nbytes: int = 1 << 20) -> None:
-    """Runs a copy to its end, as the control loop does."""
-    copy = pool.begin(jobs, nbytes)
-    deadline = time.monotonic() + 60
-    while not copy.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.0002)
-
-
-@pytest.mark.parametrize("threads", [0, 1, 2, 3])
-def test_every_job_runs_exactly_once(threads: int) -> None:
-    pool = CopyPool(threads).start()
-    try:
-        for count in (0, 1, 2, 50):
-            done: list[int] = []
-            run(pool, [partial(done.append, number) for number in range(count)])
-            assert sorted(done) == list(range(count))
-    finally:
-        pool.close()
-
-
-@pytest.mark.parametrize(("threads", "nbytes"), [(0, 1 << 20), (2, 1 << 10)])
-def test_without_threads_and_for_few_bytes_the_caller_copies_job_by_job(threads: int, nbytes: int) -> None:
-    pool = CopyPool(threads).start()
-    seen: list[int] = []
-    copy = pool.begin([lambda: seen.append(threading.get_ident())] * 2, nbytes)
-    assert not copy.done()
-    assert copy.done()
-    pool.close()
-    assert seen == [threading.get_ident()] * 2
-
-
-def test_two_threads_run_two_jobs_at_the_same_time_and_wake_the_loop() -> None:
-    woken = threading.Event()
-    pool = CopyPool(2, wake=woken.set).start()
-    meeting = threading.Barrier(2)
-    try:
-        copy = pool.begin([partial(meeting.wait, 20), partial(meeting.wait, 20)], 1 << 20)
-        assert woken.wait(60)
-        assert copy.done()
-    finally:
-        pool.close()
-
-
-def test_an_error_is_raised_after_the_running_jobs_ended_and_stops_the_rest() -> None:
-    pool = CopyPool(2).start()
-    both, slow_done = threading.Barrier(2), threading.Event()
-    started: list[int] = []
-
-    def fails() -> None:
-        both.wait(60)
-        raise ValueError("page 3")
-
-    def slow() -> None:
-        both.wait(60)
-        threading.Event().wait(0.05)
-        slow_done.set()
-
-    def later() -> None:
-        started.append(1)
-        threading.Event().wait(0.05)
-
-    try:
-        with pytest.raises(ValueError, match="page 3"):
-            run(pool, [fails, slow, *[later] * 20])
-        assert slow_done.is_set()
-        assert len(started) < 20
-        run(pool, [slow_done.clear])
-        assert not slow_done.is_set(), "the pool still works after an error"
-    finally:
-        pool.close()
-
-
-def test_close_joins_its_threads_and_refuses_later_work() -> None:
-    before = threading.active_count()
-    pool = CopyPool(3).start()
-    assert threading.active_count() == before + 3
-    pool.close()
-    pool.close()
-    assert threading.active_count() == before
-    with pytest.raises(LocalProtocolError, match="closed"):
-        pool.begin([], 0)

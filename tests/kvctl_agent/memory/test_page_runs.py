@@ -1,24 +1,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvctl_agent.errors import LayoutError
-from kvctl_agent.memory import native_copier
 from kvctl_agent.memory.addresses import PageSteps
-from kvctl_agent.memory.page_runs import page_run_arrays, run_descriptors
+from kvctl_agent.memory.page_runs import run_descriptors
 from tests.support.gil import gave_up_the_gil
 
+BYTES = PageSteps(1, 1, 1)
 
-def page_runs(src_pages: npt.ArrayLike, dst_pages: npt.ArrayLike) -> list[tuple[int, int, int]]:
-    """`page_run_arrays` as (source page, destination page, count) of plain numbers."""
-    runs = page_run_arrays(src_pages, dst_pages)
-    return list(zip(runs.src_first.tolist(), runs.dst_first.tolist(), runs.counts.tolist(), strict=True))
+
+def page_runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """`run_descriptors` of pages of one byte in one block, as (source page, destination page, count)."""
+    src, dst, zero = np.array(src_pages, np.int64), np.array(dst_pages, np.int64), np.zeros(1, np.int64)
+    return list(zip(*(words.tolist() for words in run_descriptors(src, dst, BYTES, BYTES, 1, zero, zero)), strict=True))
 
 
 def test_pages_merge_only_where_they_are_neighbours_on_both_sides() -> None:
@@ -41,24 +41,11 @@ def test_one_page_is_one_run() -> None:
     assert page_runs([5], [0]) == [(5, 0, 1)]
 
 
-def test_unsigned_indices_do_not_wrap() -> None:
-    src = np.array([10, 2], dtype=np.uint32)
-    dst = np.array([2**32 - 1, 0], dtype=np.uint32)
-    assert page_runs(src, dst) == [(2, 0, 1), (10, 2**32 - 1, 1)]
-
-
-def test_runs_are_int64_and_leave_the_callers_lists_alone() -> None:
-    src, dst = np.array([5, 4, 1]), np.array([1, 0, 3])
-    runs = page_run_arrays(src, dst)
-    assert {array.dtype for array in runs} == {np.dtype(np.int64)}
+def test_the_callers_lists_are_left_alone() -> None:
+    src, dst, zero = np.array([5, 4, 1]), np.array([1, 0, 3]), np.zeros(1, np.int64)
+    run_descriptors(src, dst, BYTES, BYTES, 1, zero, zero)
     assert src.tolist() == [5, 4, 1]
     assert dst.tolist() == [1, 0, 3]
-
-
-@pytest.mark.parametrize(("src", "dst"), [([1, 2], [1]), ([[1, 2]], [[1, 2]]), (3, 3)])
-def test_lists_that_do_not_pair_up_are_refused(src: object, dst: object) -> None:
-    with pytest.raises(LayoutError, match="must be one-dimensional and of equal length"):
-        page_runs(src, dst)  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
@@ -76,10 +63,8 @@ def test_runs_move_exactly_the_pairs_asked_for_and_no_two_could_be_joined(
 
 
 STEPS = st.builds(PageSteps, st.sampled_from([1, 4096, 12288]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 4096]))
-BYTES = PageSteps(1, 1, 1)
 
 
-@pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
 @settings(deadline=None)
 @given(
     st.dictionaries(st.integers(0, 60), st.integers(0, 60), max_size=50),
@@ -89,7 +74,7 @@ BYTES = PageSteps(1, 1, 1)
     st.lists(st.tuples(st.integers(0, 1 << 46), st.integers(0, 1 << 46)), min_size=1, max_size=5),
     st.sampled_from([1, 4096]),
 )
-def test_the_native_descriptors_are_those_of_numpy(
+def test_the_runs_of_each_block_begin_at_its_addresses(
     pairs: dict[int, int],
     random: object,
     steps: tuple[PageSteps, PageSteps],
@@ -101,13 +86,17 @@ def test_the_native_descriptors_are_those_of_numpy(
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     src, dst = (np.array([pair[side] for pair in shuffled], kind) for side in (0, 1))
     local, remote = (np.array([block[side] for block in blocks], np.int64) for side in (0, 1))
-    native = run_descriptors(src, dst, *steps, page_bytes, local, remote)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_copier, "BUILT", False)
-        reference = run_descriptors(src, dst, *steps, page_bytes, local, remote)
-    for found, wanted in zip(native, reference, strict=True):
-        assert found.dtype == wanted.dtype == np.uint64
-        assert found.tolist() == wanted.tolist()
+    found = run_descriptors(src, dst, *steps, page_bytes, local, remote)
+    offsets = zip(steps[0].offsets(src).tolist(), steps[1].offsets(dst).tolist(), strict=True)
+    runs: list[tuple[int, int, int]] = []
+    for one, other in sorted(offsets, key=lambda pair: pair[0]):
+        if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (one, other):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + page_bytes)
+        else:
+            runs.append((one, other, page_bytes))
+    wanted = [(here + one, there + other, size) for here, there in blocks for one, other, size in runs]
+    assert {words.dtype for words in found} == {np.dtype(np.uint64)}
+    assert list(zip(*(words.tolist() for words in found), strict=True)) == wanted
 
 
 def test_transfer_pages_are_found_inside_the_pages_of_the_engine() -> None:
@@ -115,8 +104,7 @@ def test_transfer_pages_are_found_inside_the_pages_of_the_engine() -> None:
     assert steps.offsets(np.array([0, 3, 4, 9], np.int32)).tolist() == [0, 30, 1000, 2010]
 
 
-@pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
-def test_the_native_descriptors_refuse_what_does_not_fit() -> None:
+def test_descriptors_refuse_what_does_not_fit() -> None:
     two, three = np.arange(2), np.arange(3)
     with pytest.raises(ValueError, match="differ in number"):
         run_descriptors(two, three, BYTES, BYTES, 1, two, two)
@@ -137,7 +125,6 @@ def test_the_native_descriptors_refuse_what_does_not_fit() -> None:
 LARGEST = 2**63 - 1
 
 
-@pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
 @pytest.mark.parametrize(
     ("src", "dst", "steps", "page_bytes", "local", "remote"),
     [
@@ -153,7 +140,7 @@ LARGEST = 2**63 - 1
         ([-LARGEST - 1, LARGEST], [0, 1], (1, 1, 1), 1, 1, 0),
     ],
 )
-def test_native_descriptors_outside_the_address_space_are_refused(
+def test_descriptors_outside_the_address_space_are_refused(
     src: list[int], dst: list[int], steps: tuple[int, int, int], page_bytes: int, local: int, remote: int
 ) -> None:
     step = PageSteps(*steps)
@@ -161,8 +148,7 @@ def test_native_descriptors_outside_the_address_space_are_refused(
         run_descriptors(np.array(src), np.array(dst), step, step, page_bytes, np.array([local]), np.array([remote]))
 
 
-@pytest.mark.skipif(not native_copier.BUILT, reason="kvctl was built without a C compiler")
-def test_the_native_descriptors_keep_the_gil() -> None:
+def test_descriptors_keep_the_gil() -> None:
     """As many as in a room of 1,024 tokens, with pages in descending order."""
     pages, blocks = np.arange(0, 64 * 4096, 4096)[::-1].copy(), np.arange(64) << 30
 

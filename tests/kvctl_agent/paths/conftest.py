@@ -19,7 +19,6 @@ from kvctl_agent.layout.plan import TransferSlice, state_slices_to_reader, trans
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape, Segment
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
-from kvctl_agent.memory.host_copier import scatter_piece
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import Region
@@ -32,6 +31,7 @@ from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.registry import open_transport
+from tests.support.numpy_copier import scatter_piece
 
 POISON = 0xDB
 AUX_SLOTS = 4

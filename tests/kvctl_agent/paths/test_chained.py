@@ -15,8 +15,7 @@ from kvctl_agent.layout.parallel import LocalShard
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
-from kvctl_agent.memory.host_copier import gather_piece
-from kvctl_agent.memory.native_copier import NativeCopier, NativeCopyPool
+from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
@@ -29,6 +28,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport import Region
 from kvctl_agent.transport.nixl.native_requests import UNLIMITED_NS
 from tests.support.engines import PooledTransport, open_engine
+from tests.support.numpy_copier import gather_piece
 
 PAGES = np.random.default_rng(1).permutation(64)[:48].astype(np.int32)
 SHARD = LocalShard(Segment(0, "kv", 0, 4, 4, (Plane("k", 16, 128), Plane("v", 16, 128))), 0, 4, 0, 4)
@@ -53,9 +53,9 @@ class Rig:
         self.there.register([Region(*self.ring.region())])
         self.here.connect("reader", self.there.metadata())
         wake = os.eventfd(0)
-        self.copies = self.here.pool if isinstance(self.here, PooledTransport) else NativeCopyPool(0, wake)
+        self.copies = self.here.pool if isinstance(self.here, PooledTransport) else CopyPool(0, wake)
         os.close(wake)
-        self.path = StagedPath(self.buffers, NativeCopier(self.copies))
+        self.path = StagedPath(self.buffers, HostCopier(self.copies))
         self.cancel = CancelToken(Lease(1 << 62))
 
     def start(self, pages: Any = PAGES) -> ChainedFlight:

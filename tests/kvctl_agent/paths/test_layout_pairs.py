@@ -21,7 +21,6 @@ from kvctl_agent.memory.allocations import StagingBuffers
 from kvctl_agent.memory.checksum import part_checksum
 from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
-from kvctl_agent.memory.native_copier import BUILT, NativeCopier, NativeCopyPool
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.region import MemorySpan, Region
 from kvctl_agent.memory.segment import RowIndex
@@ -37,6 +36,7 @@ from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport.registry import open_transport
 from tests.support.engine_layouts import ORDERS, EnginePool
+from tests.support.numpy_copier import NumpyCopier
 
 LAYERS = 2
 RING_OFFSET = 4096
@@ -140,14 +140,10 @@ def landed_part(pair: Pair, region: MemorySpan) -> LandedPart:
 
 @pytest.fixture
 def copiers() -> Iterator[list[Copier]]:
-    made: list[Copier] = [HostCopier(CopyPool())]
     fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-    pool = NativeCopyPool(0, fd) if BUILT else None
-    if pool is not None:
-        made.append(NativeCopier(pool))
-    yield made
-    if pool is not None:
-        pool.close()
+    pool = CopyPool(0, fd)
+    yield [NumpyCopier(), HostCopier(pool)]
+    pool.close()
     os.close(fd)
 
 

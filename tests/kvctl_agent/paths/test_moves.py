@@ -12,13 +12,13 @@ from msgspec.structs import replace as replace_struct
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
 from kvctl_agent.memory.allocations import StagingBuffers
-from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.paths import bulk
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from tests.kvctl_agent.paths.conftest import POISON
+from tests.support.numpy_copier import NumpyCopier
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp2 to tp1": {},
@@ -49,7 +49,7 @@ def test_slice_and_staged_serve_any_two_layouts(
 ) -> None:
     made = ends(geometry(**LAYOUTS[layout]))
     by_writer = [SlicePath() for _ in made.writers]  # a slice path belongs to one rank's pool
-    staged = StagedPath(buffers, HostCopier(CopyPool()))
+    staged = StagedPath(buffers, NumpyCopier())
     for name in ("slice", "staged"):
         made.poison()
         for share in made.geometry.shares():

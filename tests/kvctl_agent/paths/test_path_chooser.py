@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, StateShape, segments
 from kvctl_agent.memory.allocations import HugePageMemory
 from kvctl_agent.paths.calibration import measure_copies
+from kvctl_agent.paths.connection_model import ConnectionModel, CopyCost, DirectCost
 from kvctl_agent.paths.contiguous_runs import contiguous_runs
-from kvctl_agent.paths.path_chooser import CopyCost, DirectCost, PathChooser
+from kvctl_agent.paths.path_chooser import PathChooser
+from kvctl_agent.transport.cost_probe import ConnectionCost
 
 SHAPE = ModelShape(32, 8, 128, 128, 2, states=(StateShape("conv", (0, 1), 4, 8, 256),))
 KV, CONV = segments(SHAPE, 16)
@@ -31,10 +32,15 @@ DEAR_COPIES = CopyCost((256, 32768), (1e6, 1e6), (1e6, 1e6))
 
 
 def chooser(
-    path: str = "auto", staging: str = "auto", connection: ConnectionCost | None = None, copy: CopyCost | None = None
+    path: str = "auto",
+    staging: str = "auto",
+    connection: ConnectionCost | None = None,
+    copy: CopyCost | None = None,
+    direct: DirectCost | None = None,
 ) -> PathChooser:
     made = PathChooser(SHAPE, 16, path, staging)
-    made.connection, made.copy = connection, copy
+    if connection is not None and copy is not None:
+        made.model = ConnectionModel(connection, copy, direct)
     return made
 
 
@@ -130,9 +136,7 @@ class TestDirect:
     def made(
         self, path: str = "auto", staging: str = "auto", cost: DirectCost | None = None, **costs: Any
     ) -> PathChooser:
-        made = chooser(path, staging, **({"connection": DEAR_DESCRIPTORS, "copy": FREE_COPIES} | costs))
-        made.direct = cost
-        return made
+        return chooser(path, staging, **({"connection": DEAR_DESCRIPTORS, "copy": FREE_COPIES, "direct": cost} | costs))
 
     @pytest.mark.parametrize("share", [SAME, CUT])
     def test_it_is_taken_where_it_is_cheapest(self, share: TransferSlice) -> None:
@@ -210,16 +214,15 @@ class TestGeometries:
 
     def made(self, shape: ModelShape) -> tuple[PathChooser, TransferSlice]:
         made = PathChooser(shape, 16, "auto", "auto")
-        made.connection, made.copy = DEAR_DESCRIPTORS, CopyCost((256, 4096), (1000.0, 1.0), (1000.0, 1.0))
+        made.model = ConnectionModel(DEAR_DESCRIPTORS, CopyCost((256, 4096), (1000.0, 1.0), (1000.0, 1.0)))
         bytes_ = segments(shape, 16)[0].page_head_bytes
         return made, TransferSlice(0, 0, 0, 0, 0, 1, 0, 32, 1, 1, bytes_)
 
     def test_latents_are_one_plane(self) -> None:
         made, share = self.made(ModelShape(32, 1, 576, 0, 2, kind="mla"))
         plain, alike = self.made(ModelShape(32, 1, 288, 288, 2))
-        assert made.connection is not None
         assert share.payload_bytes(64, 4) == alike.payload_bytes(64, 4)
-        assert made.costs(share, 4, SCATTERED)["bulk"] == made.connection.write_us(4 * 64, share.payload_bytes(64, 4))
+        assert made.costs(share, 4, SCATTERED)["bulk"] == DEAR_DESCRIPTORS.write_us(4 * 64, share.payload_bytes(64, 4))
         assert made.costs(share, 4, SCATTERED)["bulk"] < plain.costs(alike, 4, SCATTERED)["bulk"]
 
     def test_small_rows_of_scales_cost_what_small_rows_cost(self) -> None:
@@ -232,8 +235,7 @@ class TestGeometries:
     def test_slice_has_a_descriptor_for_each_row_of_each_plane(self) -> None:
         made, share = self.made(ModelShape(32, 8, 128, 64, 2, k_scale_bytes=4))
         cut = replace(share, dst_pool_heads=2)
-        assert made.connection is not None
-        assert made.costs(cut, 4, RUN)["slice"] == made.connection.write_us(4 * 64 * 33, cut.payload_bytes(64, 4))
+        assert made.costs(cut, 4, RUN)["slice"] == DEAR_DESCRIPTORS.write_us(4 * 64 * 33, cut.payload_bytes(64, 4))
 
 
 class TestCopyCost:

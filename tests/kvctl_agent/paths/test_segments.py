@@ -17,12 +17,12 @@ from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
 from kvctl_agent.memory.allocations import StagingBuffers
-from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.paths.bulk import BulkPath
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol.tag import PartKind
+from tests.support.numpy_copier import NumpyCopier
 
 CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
 INDEX = StateShape("index", (1, 4), 1, 1, 20)  # the same on every rank
@@ -76,7 +76,7 @@ def test_every_segment_lands_where_the_plan_says_and_nowhere_else(
     prefill, decode = SIDES[sides]
     made = ends(geometry(model=MODELS[model], prefill=prefill, decode=decode, pages=20))
     by_writer = [SlicePath() for _ in made.writers]
-    staged = StagedPath(buffers, HostCopier(CopyPool()))
+    staged = StagedPath(buffers, NumpyCopier())
     for share in made.geometry.shares() + made.geometry.state_shares():
         state = made.geometry.inputs().segments[share.segment].state
         src, dst = moved(made, share)

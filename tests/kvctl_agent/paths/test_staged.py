@@ -19,7 +19,6 @@ from kvctl_agent.layout.shape import Plane, Segment
 from kvctl_agent.memory.allocations import RingMemory, StagingBuffers
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.device_copier import DeviceCopier
-from kvctl_agent.memory.host_copier import CopyPool, HostCopier, gather_piece
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
@@ -32,6 +31,7 @@ from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport.base import SharedTag
 from tests.support.host_device import HostDevice
+from tests.support.numpy_copier import NumpyCopier, gather_piece
 
 PAGES = np.array([3, 9, 4, 1, 15, 0, 2, 8, 7, 11, 13, 12], np.int32)
 HELD = LocalShard(Segment(0, "kv", 0, 4, 4, (Plane("k", 4, 32), Plane("v", 4, 32))), 0, 4, 0, 4)
@@ -102,7 +102,7 @@ class Bench:
         self.transport = LateTransport()
         self.cancel = CancelToken(Lease(1 << 62))
         self.buffers = StagingBuffers(1, 1)
-        self.copier: Copier = HostCopier(CopyPool()) if device is None else DeviceCopier(device.copies())
+        self.copier: Copier = NumpyCopier() if device is None else DeviceCopier(device.copies())
 
     def staging(self, count: int, nbytes: int = 4096) -> StagedPath:
         self.buffers.close()
@@ -211,7 +211,7 @@ def test_the_tag_leaves_only_when_all_other_pieces_are_complete(bench: Bench) ->
 @pytest.mark.parametrize("at_once", [2, 3, 5])
 def test_pieces_gathered_together_are_one_write(at_once: int, shares_tags: bool) -> None:
     bench = Bench()
-    bench.copier = HostCopier(CopyPool())
+    bench.copier = NumpyCopier()
     bench.copier.pieces_at_once = at_once
     bench.transport.shares_tags = shares_tags
     flight = bench.start(bench.staging(64))

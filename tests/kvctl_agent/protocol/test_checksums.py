@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.checkpoint import build, pack, take, unpack
+from kvctl_agent.protocol.checkpoint import Copy, build, unpack
 from kvctl_agent.protocol.tag import PartKey, PartKind, with_checksum
 from tests.kvctl_agent.protocol.test_finals import HYBRID
+from tests.support.folded import folded
 from tests.support.protocol.oracle import Write
 from tests.support.protocol.simulation import Item, World, direct, staged
 
@@ -119,9 +120,9 @@ def test_a_checksum_that_cannot_be_computed_fails_its_room(choose: Any) -> None:
 def failures(world: World) -> dict[str, Any]:
     """By agent, what it remembers of the room."""
     return {
-        name: machine.telemetry.rooms.history(10)[0]
+        name: folded(machine.telemetry).rooms.history(10)[0]
         for name, machine in world.machines.items()
-        if machine.telemetry.rooms.history(10)
+        if folded(machine.telemetry).rooms.history(10)
     }
 
 
@@ -145,7 +146,7 @@ def test_a_checkpoint_holds_the_checksums_that_are_being_taken(choose: Any) -> N
     world = world_of(choose)
     world.held_back = True
     move(world)
-    data = pack(take(world.d(), 1 << 62))
+    data = Copy(world.d(), 1 << 62).pack()
     local, _, state = build(unpack(data))
     again = world._build(local, state)
     assert again.rooms[7].checks == world.d().rooms[7].checks != {}

@@ -70,7 +70,7 @@ def test_parts_behind_the_fence_are_dropped_and_not_written() -> None:
         world.happen(world.pool.pop(world.ready()[0]))
     world.feed("prefill-0", ev.AbortRoom(7, "enough"))
     world.settle()
-    assert not world.rooms["decode-0", 7, 1000].written
+    assert not world.rooms["decode-0", 7, 1000].segments
     world.check_empty()
 
 
@@ -105,7 +105,7 @@ def test_a_page_count_that_differs_fails_that_room_alone_and_names_both_counts()
     assert right.state is RoomState.SUCCESS
     assert wrong.failure["code"] == "KV_PLAN_MISMATCH"
     assert "this side computed 5 pages, decode-0 expects 4" in wrong.failure["text"]
-    assert not wrong.written
+    assert not wrong.segments
     world.check_empty()
 
 
@@ -131,7 +131,7 @@ def test_a_failure_in_one_leg_stops_all_legs_of_the_room() -> None:
     world.send(7, 4)
     world.settle()
     assert {room.state for room in world.rooms.values()} == {RoomState.FAILED}
-    assert not any(room.written for room in world.rooms.values())
+    assert not any(room.segments for room in world.rooms.values())
     world.check_empty()
 
 

@@ -12,6 +12,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
+from tests.support.folded import folded
 from tests.support.protocol.simulation import SECOND, TIMING, Instance, World, registry
 
 LOST_S, KEPT_S = TIMING.lost_ns // SECOND, TIMING.bootstrap_ns // SECOND
@@ -76,7 +77,7 @@ class TestInstancesThatRequestsNamed:
         assert set(world.d().peers) == {"prefill-0"}
         assert world.d().instances == (registry(0),)
         assert counted(world, "decode-0") == 2
-        kinds = [event["kind"] for event in world.d().telemetry.recorder.since(None, 99)["events"]]
+        kinds = [event["kind"] for event in folded(world.d().telemetry).recorder.since(None, 99)["events"]]
         assert (kinds.count("peer-forgotten"), kinds.count("instance-forgotten")) == (2, 1)
         for name in RANKS:
             world._start(name)

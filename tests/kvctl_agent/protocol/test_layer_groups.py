@@ -295,7 +295,7 @@ def test_a_failed_room_drops_the_groups_that_are_queued_and_takes_no_more() -> N
     compute(world, 0, 4, (2, 4), last=True)
     finish(world)
     world.settle()
-    assert not world.rooms["decode-0", 7, 1000].written
+    assert not world.rooms["decode-0", 7, 1000].segments
     world.check_empty()
 
 

@@ -13,6 +13,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.ring import RegionState
+from tests.support.folded import folded
 from tests.support.protocol.moments import asked, compute, granted, run_until
 from tests.support.protocol.scenarios import open_and_compute
 from tests.support.protocol.simulation import SECOND, TIMING, UNIT, Broken, Instance, World, direct, mixed
@@ -397,7 +398,7 @@ def test_a_number_that_was_refused_while_draining_is_taken_after_it() -> None:
         world.flush()
         world.tick(4 * world.timing.resend_ns)
         world.flush()
-        assert world.d().telemetry.rooms.history(1)[0]["failure"]["code"] == "KV_DRAINING"  # type: ignore[index]
+        assert folded(world.d().telemetry).rooms.history(1)[0]["failure"]["code"] == "KV_DRAINING"  # type: ignore[index]
     world.feed("prefill-0", ev.Drain(False))
     world.receive(7, 4)
     world.flush()

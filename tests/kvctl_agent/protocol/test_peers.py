@@ -16,6 +16,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import Peer, PeerState, plan_with_peer
 from kvctl_agent.protocol.prefill.admission import MAX_PEERS
+from tests.support.folded import folded
 from tests.support.protocol.moments import in_flight, silence
 from tests.support.protocol.simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
@@ -510,11 +511,11 @@ def test_a_refused_peer_is_asked_again_so_that_its_restart_is_seen() -> None:
     world = mismatched(shape=ModelShape(3, 2, 32, 32, 2))
     world.flush()
     assert world.d().peers["prefill-0"].state is PeerState.REFUSED
-    before = world.d().telemetry.recorder.since(None, 100)["next"]
+    before = folded(world.d().telemetry).recorder.since(None, 100)["next"]
     for _ in range(10):
         world.tick(SECOND)
         world.flush()
-    assert world.d().telemetry.recorder.since(None, 100)["next"] == before, "the same refusal is noted once"
+    assert folded(world.d().telemetry).recorder.since(None, 100)["next"] == before, "the same refusal is noted once"
     for name in world.prefill_names:
         world.shape = ModelShape(3, 2, 32, 32, 2)
         world.restart(name, proven=False)
@@ -547,7 +548,7 @@ def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -
         world.feed("decode-0", ev.Received("prefill-0", 78, msg.HelloAck(VERSION, right, me)))
     assert peer.differences == ("2 ranks on the roster ≠ 1 by its sizes",)
     assert peer.state is PeerState.CONNECTING
-    notes = [row["text"] for row in world.d().telemetry.recorder.since(None, 100)["events"]]
+    notes = [row["text"] for row in folded(world.d().telemetry).recorder.since(None, 100)["events"]]
     assert sum("≠ 1 by its sizes" in text for text in notes) == 1, "told once, however often it says so"
     room = world.receive(7, 2)
     assert room.state is RoomState.BOOTSTRAPPING

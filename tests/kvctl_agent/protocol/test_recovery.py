@@ -11,12 +11,13 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
+from tests.support.folded import folded
 from tests.support.protocol.moments import in_flight, run_until, said, silence, under_way
-from tests.support.protocol.simulation import SECOND, TIMING, World, direct
+from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
 
 
 def events_of(world: World, name: str, kind: str) -> list[str]:
-    rows = world.machines[name].telemetry.recorder.since(None, 256)["events"]
+    rows = folded(world.machines[name].telemetry).recorder.since(None, 256)["events"]
     return [row["text"] for row in rows if row["kind"] == kind]
 
 
@@ -303,6 +304,40 @@ def test_a_room_waits_for_a_rank_that_is_back_in_time() -> None:
     pass_time(world, TIMING.suspect_ns // 2)
     world._start("prefill-1")
     pass_time(world, 2 * TIMING.suspect_ns)
+    world.send(7, 2)
+    world.settle()
+    assert room.state is RoomState.SUCCESS
+
+
+@pytest.mark.parametrize("progress", ["answers", "registers", "missing"])
+def test_a_room_waits_while_the_registry_of_its_instance_is_filled_anew(progress: str) -> None:
+    """It was opened for the endpoint of an instance that has ended and starts again, one rank after the other."""
+    world = World(ParallelConfig(tp=2), ParallelConfig())
+    world.connect()
+    for name in world.prefill_names:
+        world.kill(name)
+    room = world.receive(7, 2)
+    world._start("prefill-0")
+    missing = "1 of 2 prefill ranks registered, missing tp=1"
+    world.feed("decode-0", ev.RosterMissing(registry(0), missing))
+    pass_time(world, 3 * TIMING.suspect_ns)
+    assert room.state is RoomState.BOOTSTRAPPING
+    if progress == "missing":
+        pass_time(world, TIMING.lost_ns)
+        assert room.failure["code"] == "KV_PEER_LOST"
+        assert room.failure["text"].endswith(missing)
+        return
+    world._start("prefill-1")
+    lives = tuple(world.life(name) for name in world.prefill_names)
+    world.feed("decode-0", ev.RosterKnown(registry(0), tuple(world.prefill_names), lives))
+    if progress == "registers":
+        world.paused.add("prefill-1")
+        pass_time(world, TIMING.lost_ns)
+        assert room.failure["code"] == "KV_PEER_LOST"
+        return
+    world.tick(SECOND // 2)
+    assert room.state is RoomState.BOOTSTRAPPING, "the second rank has not answered yet"
+    world.flush()
     world.send(7, 2)
     world.settle()
     assert room.state is RoomState.SUCCESS

@@ -39,10 +39,13 @@ class WithRows(World):  # type: ignore[misc]
 
     def _act(self, name: str, action: ev.Action) -> None:
         if isinstance(action, ev.StoreAux):
-            (room,) = [room for room in self.rooms.values() if room.reader == name and room.aux_index == action.slot]
+            mine = [room for room in self.rooms.values() if room.reader == name]
+            (room,) = [room for room in mine if room.opening.aux_index == action.slot]
             if room.released or action.row != ROW:
                 raise Broken(f"row {action.row.hex()} is stored for room {room.room}")
-            room.aux_written += 1
+            (key,) = self.plan_of(room).finals
+            if not room.cover(*key):
+                raise Broken(f"the row of room {room.room} is stored twice")
         super()._act(name, action)
 
 

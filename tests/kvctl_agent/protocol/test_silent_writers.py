@@ -10,6 +10,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.ring import RegionState
+from tests.support.folded import folded
 from tests.support.protocol.simulation import SECOND, UNIT, Instance, Item, World
 
 SILENT = "prefill-0"
@@ -128,7 +129,7 @@ def test_a_failed_room_whose_writer_never_drains_is_counted_and_said_on_both_end
     assert made.d().state.grant_table.quarantined_bytes == 2 * UNIT
     assert made.d().quarantined_bytes > made.d().state.grant_table.quarantined_bytes, "its pages count too"
     said = {
-        name: [event["text"] for event in made.machines[name].telemetry.recorder.since(0, 999)["events"]]
+        name: [event["text"] for event in folded(made.machines[name].telemetry).recorder.since(0, 999)["events"]]
         for name in ("decode-0", SILENT)
     }
     assert sum("is still held: not drained by prefill-0" in text for text in said["decode-0"]) == 1
@@ -158,7 +159,7 @@ def test_random_silences_of_either_instance(seed: int) -> None:
             if all(made.d().peers[name].usable for name in names):
                 made.receive(room, dice.randint(1, 3), instance=instance)
                 made.stir(dice, 20)
-                pages = list(made.rooms.values())[-1].total_pages
+                pages = list(made.rooms.values())[-1].opening.total_pages
                 made.send(room, pages, instance=instance)
         made.stir(dice, dice.randrange(60), loss=0.05, copies=0.05)
         made.paused = set(dice.sample(names, dice.randrange(3)))

@@ -10,6 +10,7 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from tests.support.folded import folded
 from tests.support.protocol.simulation import TIMING, World, direct
 
 SECOND = 1_000_000_000
@@ -38,7 +39,7 @@ def ends(world: World, room: Any) -> set[RoomState]:
 
 
 def notes(world: World) -> list[str]:
-    events = world.p().telemetry.recorder.since(None, 100)["events"]
+    events = folded(world.p().telemetry).recorder.since(None, 100)["events"]
     return [event["text"] for event in events if event["kind"] == "room-unfinished"]
 
 

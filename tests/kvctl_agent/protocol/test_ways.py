@@ -30,6 +30,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.telemetry.hub import Telemetry
+from tests.support.folded import folded
 from tests.support.protocol.moments import (
     asked,
     compute,
@@ -289,7 +290,7 @@ def test_a_silent_fall_back_to_a_path_a_thousand_times_slower() -> None:
     assert metrics.total("kvctl_fallbacks_total", "ring-too-small") == 1
     assert metrics.total("kvctl_parts_total", "slice") == 1
     assert metrics.total("kvctl_parts_total", "staged") == 1
-    events = world.p().telemetry.recorder.since(None, 50)["events"]
+    events = folded(world.p().telemetry).recorder.since(None, 50)["events"]
     (text,) = [event["text"] for event in events if event["kind"] == "fallback"]
     assert f"needs {4 * UNIT} bytes, the ring of decode-0 has {3 * UNIT}: sent by slice" in text
     world.check_empty()
@@ -300,7 +301,7 @@ def test_a_silent_fall_back_to_a_path_a_thousand_times_slower() -> None:
 
 @pytest.fixture
 def telemetry() -> Telemetry:
-    return Telemetry("here", "prefill", history=16, timeline_events=64, recorder_events=256)
+    return Telemetry("here", "prefill")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 
 @pytest.fixture
 def telemetry() -> Telemetry:
-    return Telemetry("here", "prefill", history=16, timeline_events=64, recorder_events=256)
+    return Telemetry("here", "prefill")
 
 
 @pytest.fixture

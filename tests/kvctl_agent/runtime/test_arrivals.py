@@ -23,7 +23,6 @@ from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.memory.checksum import part_checksum
 from kvctl_agent.memory.copier import Copier
 from kvctl_agent.memory.device_copier import DeviceCopier
-from kvctl_agent.memory.host_copier import CopyPool, HostCopier, gather_piece
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
@@ -32,9 +31,12 @@ from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scatte
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.region import Cell
 from kvctl_agent.transport.base import Arrival, Waited
 from tests.support.driven_task import DrivenTask
+from tests.support.folded import folded
 from tests.support.host_device import HostDevice, at
+from tests.support.numpy_copier import NumpyCopier, gather_piece
 
 AtBest = Callable[[Callable[[], float], float], None]
 SHAPE = ModelShape(num_layers=4, num_kv_heads=4, k_dim=8, v_dim=6, dtype_bytes=2)
@@ -82,7 +84,7 @@ class Rig:
             device=device,
         )
         self.ring = RingMemory(1 << 20, device)
-        self.copier: Copier = HostCopier(CopyPool()) if device is None else DeviceCopier(device.copies())
+        self.copier: Copier = NumpyCopier() if device is None else DeviceCopier(device.copies())
         self.reported: Queue[Any] = Queue()
         self.rooms = 0
         self.splits: set[int] = set()
@@ -170,14 +172,14 @@ def test_a_copy_that_does_not_end_is_told_of(rig: Rig, telemetry: Telemetry, mon
     before = time.monotonic_ns()
     rig.loop.put(scatter())
     assert entered.wait(60), "no copy was begun within 60 s"
-    turn_ns = telemetry.arrival_turn_ns
-    assert before <= telemetry.copying_since_ns <= time.monotonic_ns()
+    turn_ns = telemetry.region.cells[Cell.ARRIVAL_TURN_NS]
+    assert before <= telemetry.region.cells[Cell.COPYING_SINCE_NS] <= time.monotonic_ns()
     time.sleep(0.05)
-    assert telemetry.arrival_turn_ns == turn_ns  # it makes no turn meanwhile
+    assert telemetry.region.cells[Cell.ARRIVAL_TURN_NS] == turn_ns  # it makes no turn meanwhile
     go_on.set()
     assert rig.report().serial == 21
     deadline = time.monotonic() + 60
-    while telemetry.copying_since_ns:
+    while telemetry.region.cells[Cell.COPYING_SINCE_NS]:
         assert time.monotonic() < deadline, "the copy was not taken for ended within 60 s"
         time.sleep(0.01)
 
@@ -328,7 +330,7 @@ class TestScatter:
         rig.loop.put(wrong)
         rig.loop.put(scatter())
         assert rig.report().serial == 21
-        errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
+        errors = [row for row in folded(telemetry).recorder.since(None, 100)["events"] if row["severity"] == "error"]
         assert [(row["kind"], row["room"]) for row in errors] == [("scatter", "7")]
 
     def test_a_part_in_its_pages_is_compared_on_the_loop(self, rig: Rig, telemetry: Telemetry) -> None:
@@ -342,7 +344,7 @@ class TestScatter:
         assert isinstance(found, Checked)
         assert (found.room, found.nonce, found.kind, found.key) == (7, 9, PartKind.KV, order.key)
         assert found.found == part_checksum(rig.pool, order.share, pages, 2, 1, 3)
-        errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
+        errors = [row for row in folded(telemetry).recorder.since(None, 100)["events"] if row["severity"] == "error"]
         assert [(row["kind"], row["room"]) for row in errors] == [("check", "7")]
 
 
@@ -379,7 +381,7 @@ class TestOnADevice:
         assert "told to fail" in failed.text
         on_device.loop.put(replace(scatter(), serial=22))
         assert on_device.report().serial == 22
-        errors = [row for row in telemetry.recorder.since(None, 100)["events"] if row["severity"] == "error"]
+        errors = [row for row in folded(telemetry).recorder.since(None, 100)["events"] if row["severity"] == "error"]
         assert [(row["kind"], row["room"]) for row in errors] == [("scatter", "7")]
 
     def test_one_that_does_not_fit_spoils_no_other(self, telemetry: Telemetry, device: HostDevice) -> None:
@@ -489,7 +491,7 @@ def test_an_engine_that_fails_to_answer_is_recorded_and_asked_again(
         time.sleep(0.001)
     rig.tags.waiting, rig.tags.error = [TAG.pack()], None
     assert isinstance(rig.report(), Arrived)
-    texts = {row["text"] for row in telemetry.recorder.since(None, 1000)["events"]}
+    texts = {row["text"] for row in folded(telemetry).recorder.since(None, 1000)["events"]}
     assert any(str(error) in text for text in texts)
 
 
@@ -500,7 +502,7 @@ def test_a_failing_engine_does_not_flood_the_recorder(rig: Rig, telemetry: Telem
     while rig.tags.asked < asked + 20:
         assert time.monotonic() < since + 60, "it is not asked again"
         time.sleep(0.01)
-    assert len(telemetry.recorder.since(None, 1000)["events"]) <= 2 + time.monotonic() - since
+    assert len(folded(telemetry).recorder.since(None, 1000)["events"]) <= 2 + time.monotonic() - since
     rig.tags.error = None
 
 

@@ -14,8 +14,8 @@ from zmq.utils import z85
 
 from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.admin import MAGIC
-from kvctl_agent.contract.keys import KeyPair
 from kvctl_agent.errors import ConfigError, DeadlineExceeded
+from kvctl_agent.host.keys import KeyPair
 from kvctl_agent.protocol.bootstrap_registry import (
     MAX_REQUEST_BYTES,
     Decline,

@@ -24,6 +24,7 @@ from kvctl_agent.protocol.events import Received
 from kvctl_agent.runtime.control_channel import ControlChannel, PeerAddress
 from kvctl_agent.runtime.control_endpoints import connect
 from kvctl_agent.telemetry.hub import Telemetry
+from tests.support.folded import folded
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -170,7 +171,7 @@ _STEP = st.one_of(
 @given(st.lists(_STEP, max_size=40))
 def test_messages_over_one_connection_leave_in_their_order_and_in_time(steps: list[Any]) -> None:
     now = 1
-    telemetry = Telemetry("here", "prefill", history=16, timeline_events=64, recorder_events=256)
+    telemetry = Telemetry("here", "prefill")
     telemetry.clock.now_ns = lambda: now  # type: ignore[method-assign]
     channel = RecordingChannel(None, "decode-0", 1, telemetry)
     queued: dict[bytes, list[int]] = {b"a": [], b"b": []}
@@ -326,7 +327,7 @@ def test_a_broken_peer_is_logged_once_a_minute_and_does_not_silence_others(
             socket.send(b"garbage")
         socket.send(codec.encode(3, [drained(1)]))
         assert receive(server, 1)
-        return [(row["peer"], row["severity"]) for row in telemetry.recorder.since(None, 100)["events"]]
+        return [(row["peer"], row["severity"]) for row in folded(telemetry).recorder.since(None, 100)["events"]]
 
     assert provoke(one) == [("one", "warning")]
     assert provoke(one) == [("one", "warning")]
@@ -397,7 +398,7 @@ def test_a_message_that_cannot_be_encoded_costs_itself(
     client.queue("prefill-0", drained(wrong))
     client.flush()
     assert dropped(telemetry, "unencodable") == 2
-    (entry,) = telemetry.recorder.since(None, 10)["events"]  # one entry a minute and peer
+    (entry,) = folded(telemetry).recorder.since(None, 10)["events"]  # one entry a minute and peer
     assert entry["text"].startswith("to prefill-0: RoomDrained cannot be encoded: ")
     assert entry["text"].encode()
 

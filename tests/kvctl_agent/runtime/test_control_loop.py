@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from kvctl_agent.errors import LocalProtocolError, TransportError
+from kvctl_agent.gil import GilSharing
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.bootstrap_registry import Lookup, Rank, Register
@@ -26,7 +27,10 @@ from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistrySe
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
 from kvctl_agent.runtime.liveness import is_dead
+from kvctl_agent.runtime.waiting import InputWait
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.region import Cell, Document
+from tests.support.folded import folded
 
 Context = zmq.Context[zmq.Socket[bytes]]
 AtBest = Callable[[Callable[[], float], float], None]
@@ -73,6 +77,7 @@ class StandInExecutor:
         self.error: Exception | None = None
         self.refusals: list[tuple[int, str]] = []
         self.takes_s = 0.0
+        self.count = 0  # of the engine's handles
 
     def _do(self, what: Any) -> None:
         time.sleep(self.takes_s)
@@ -160,7 +165,7 @@ class Rig:
             connections=executor,
             pipelining=executor,
             arrivals=arrivals,  # type: ignore[arg-type]
-            few_cores=few_cores,
+            wait=InputWait(GilSharing(), telemetry.waited, arrivals, few_cores),  # type: ignore[arg-type]
             server=self.server,
         )
         self.loop.open([endpoint])
@@ -168,7 +173,9 @@ class Rig:
 
     def errors(self) -> list[str]:
         return [
-            row["text"] for row in self.telemetry.recorder.since(None, 1000)["events"] if row["severity"] == "error"
+            row["text"]
+            for row in folded(self.telemetry).recorder.since(None, 1000)["events"]
+            if row["severity"] == "error"
         ]
 
     def rooms(self) -> list[int]:
@@ -207,6 +214,25 @@ def test_an_event_is_handled_at_once_and_its_actions_in_order(rig: Rig, at_best:
         return (time.monotonic() - since) / 20
 
     at_best(mean_s, 0.03)  # a tick comes only every 100 ms
+
+
+def test_turns_and_the_end_are_noted_in_the_region(rig: Rig) -> None:
+    cells = rig.telemetry.region.cells
+    before_ns = time.monotonic_ns()
+    until(lambda: cells[Cell.TURN_NS] > before_ns)
+    first_ns = cells[Cell.TURN_NS]
+    until(lambda: cells[Cell.TURN_NS] > first_ns)
+    assert cells[Cell.LOOP_ENDED_NS] == 0
+    assert rig.loop.close(60)
+    assert first_ns < cells[Cell.LOOP_ENDED_NS] <= time.monotonic_ns()
+
+
+def test_the_stack_of_an_engine_that_makes_no_calls(rig: Rig) -> None:
+    region = rig.telemetry.region
+    rig.executor.count = 1
+    region.note_call(0)
+    until(lambda: region.cells[Cell.PUBLISHED + Document.STACK])
+    assert region.cells[Cell.CALL_TASK] == threading.get_native_id()
 
 
 def test_a_bug_costs_one_event_and_not_those_behind_it(rig: Rig) -> None:
@@ -313,7 +339,7 @@ def test_ticks_come_ten_times_a_second_also_under_load(rig: Rig) -> None:
 
 def test_what_came_while_it_could_not_run_is_read_before_the_next_tick(rig: Rig) -> None:
     """Else peers count as silent whose messages wait here."""
-    until(lambda: rig.loop.turn_age_s is not None)  # before its first tick nothing can be late
+    until(lambda: any(isinstance(event, ev.Tick) for event in rig.machine.handled))  # before it nothing can be late
     rig.machine.answers[1] = [changed(11)]
     rig.executor.takes_s = 2.0
     rig.mailbox.put(ev.SendRoom(1))
@@ -329,7 +355,7 @@ def test_what_came_while_it_could_not_run_is_read_before_the_next_tick(rig: Rig)
     assert number is not None
     assert rig.machine.handled[number].stalled_ns >= 1_800_000_000
     assert rig.machine.handled.index(ev.SendRoom(2)) < number
-    texts = [row["text"] for row in rig.telemetry.recorder.since(None, 1000)["events"]]
+    texts = [row["text"] for row in folded(rig.telemetry).recorder.since(None, 1000)["events"]]
     assert any(text.startswith("the control loop was held up for ") for text in texts)
 
 

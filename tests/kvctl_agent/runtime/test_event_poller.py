@@ -17,6 +17,7 @@ from kvctl_agent.runtime.event_poller import EventPoller
 from kvctl_agent.runtime.handles import PoolLimits, Receive, Send
 from tests.support.driven_task import DrivenTask
 from tests.support.host_device import HostDevice, HostEvent
+from tests.support.regions import REGION
 
 BOUNDS = PoolLimits(
     num_pages=10_000, aux_slots=4, layers=range(8), state_slots=(), group_slots=(), group_tokens=(), page_tokens=16
@@ -78,7 +79,7 @@ def posted() -> Posted:
 
 @pytest.fixture
 def send(posted: Posted, forwards: EventPoller) -> Send:
-    return Send(7, posted.put, BOUNDS, forwards)
+    return Send(7, posted.put, REGION, BOUNDS, forwards)
 
 
 def end(event: HostEvent) -> None:
@@ -129,7 +130,7 @@ class TestOrder:
         assert isinstance(posted[-1], ev.Finish)
 
     def test_rooms_do_not_wait_for_each_other(self, forwards: EventPoller, posted: Posted, device: HostDevice) -> None:
-        stuck, other = (Send(number, posted.put, BOUNDS, forwards) for number in (7, 8))
+        stuck, other = (Send(number, posted.put, REGION, BOUNDS, forwards) for number in (7, 8))
         stuck.pages([1], event=device.engine_event(slow=NEVER))
         other.pages([2], event=device.engine_event(slow=3))
         (pages,) = posted.wait(1)
@@ -140,7 +141,7 @@ class TestOrder:
     ) -> None:
         event = Counted(device)
         for number in range(50):
-            Send(number, posted.put, BOUNDS, forwards).pages([number], event=event.given)
+            Send(number, posted.put, REGION, BOUNDS, forwards).pages([number], event=event.given)
         event.pass_after(20)
         assert sorted(each.room for each in posted.wait(50)) == list(range(50))
         assert event.asked <= event.enough + 50  # the last look asks for each room
@@ -153,7 +154,7 @@ class TestOrder:
         event, between = device.engine_event(slow=NEVER), device.engine_event(slow=NEVER)
         done = threading.Event()
         event.done = done.is_set  # type: ignore[method-assign]
-        first, second = (Send(number, posted.put, BOUNDS, forwards) for number in (7, 8))
+        first, second = (Send(number, posted.put, REGION, BOUNDS, forwards) for number in (7, 8))
 
         def record_anew() -> bool:
             if not done.is_set():
@@ -176,7 +177,7 @@ class TestOrder:
 
     def test_the_control_loop_is_told_of_a_launch_at_once(self, forwards: EventPoller, device: HostDevice) -> None:
         everything: list[ev.Event] = []
-        send = Send(7, everything.append, BOUNDS, forwards)
+        send = Send(7, everything.append, REGION, BOUNDS, forwards)
         send.pages([1], event=device.engine_event(slow=NEVER))
         assert everything == [ev.Launched(7)]
 
@@ -219,7 +220,7 @@ class TestEnds:
 
     def test_nor_of_launches(self, forwards: EventPoller, device: HostDevice) -> None:
         everything: list[ev.Event] = []
-        send = Send(7, everything.append, BOUNDS, forwards)
+        send = Send(7, everything.append, REGION, BOUNDS, forwards)
         send.change_state(RoomState.FAILED, None)
         send.pages([1], event=device.engine_event(slow=NEVER))
         assert everything == []
@@ -233,10 +234,10 @@ class TestEnds:
     def test_its_number_may_be_another_rooms_by_then(
         self, forwards: EventPoller, posted: Posted, device: HostDevice
     ) -> None:
-        old, event = Send(7, posted.put, BOUNDS, forwards), device.engine_event(slow=NEVER)
+        old, event = Send(7, posted.put, REGION, BOUNDS, forwards), device.engine_event(slow=NEVER)
         old.pages([1], event=event)
         old.change_state(RoomState.FAILED, None)
-        new = Send(7, posted.put, BOUNDS, forwards)
+        new = Send(7, posted.put, REGION, BOUNDS, forwards)
         new.pages([2], event=event)
         end(event)
         assert [each.pages.tolist() for each in posted.wait(1)] == [[2]]
@@ -256,17 +257,17 @@ class TestEnds:
     def test_a_bug_costs_one_room(self, forwards: EventPoller, posted: Posted, device: HostDevice) -> None:
         broken = device.engine_event()
         broken.done = lambda: 1 // 0  # type: ignore[method-assign,assignment,return-value]
-        Send(7, posted.put, BOUNDS, forwards).pages([1], event=broken)
+        Send(7, posted.put, REGION, BOUNDS, forwards).pages([1], event=broken)
         (failed,) = posted.wait(1)
         assert failed.text == "its forward failed: ZeroDivisionError: integer division or modulo by zero"
-        Send(8, posted.put, BOUNDS, forwards).pages([1], event=device.engine_event())
+        Send(8, posted.put, REGION, BOUNDS, forwards).pages([1], event=device.engine_event())
         assert posted.wait(2)[1].room == 8
 
     def test_close_drops_what_is_waited_for(self, device: HostDevice, posted: Posted) -> None:
         forwards, driven = poller(device)
         driven.start()
         event = device.engine_event(slow=NEVER)
-        send = Send(7, posted.put, BOUNDS, forwards)
+        send = Send(7, posted.put, REGION, BOUNDS, forwards)
         send.pages([1], event=event)
         forwards.close()
         assert forwards.waiting == 0
@@ -342,7 +343,7 @@ class TestCost:
 
 class TestWrongCalls:
     def test_an_event_with_a_pool_in_host_memory(self, posted: Posted, device: HostDevice) -> None:
-        send = Send(7, posted.put, BOUNDS)
+        send = Send(7, posted.put, REGION, BOUNDS)
         with pytest.raises(
             LocalProtocolError, match="room 7: event= is for pools on a device, this one is host memory"
         ):
@@ -359,7 +360,7 @@ class TestWrongCalls:
         send.pages([1], last=True)
 
     def test_fake_rooms_take_events_too(self, forwards: EventPoller, posted: Posted, device: HostDevice) -> None:
-        send = Send(7, posted.put, BOUNDS, forwards)
+        send = Send(7, posted.put, REGION, BOUNDS, forwards)
         send.change_state(RoomState.SUCCESS, None)
         send.pages([1], last=True, event=device.engine_event(slow=NEVER))
         send.finish()
@@ -379,7 +380,7 @@ def test_many_rooms_in_any_order(forwards: EventPoller, device: HostDevice) -> N
         own = random.Random(seed)
         for number in range(40):
             sent: list[int] = []
-            send = Send(number, lambda event: None, BOUNDS, forwards)
+            send = Send(number, lambda event: None, REGION, BOUNDS, forwards)
             send._post = lambda event, send=send: mailbox.append((send, event))  # type: ignore[misc]
             chunks = own.randrange(1, 6)
             for chunk in range(chunks):
@@ -422,7 +423,7 @@ def test_many_rooms_in_any_order(forwards: EventPoller, device: HostDevice) -> N
 
 class TestReceive:
     def test_after_success_there_is_an_event_to_wait_for(self, device: HostDevice) -> None:
-        receive = Receive(7, lambda event: None, device)
+        receive = Receive(7, lambda event: None, REGION, device)
         receive.change_state(RoomState.TRANSFERRING, None)
         assert receive.event is None
         receive.change_state(RoomState.SUCCESS, None)
@@ -435,11 +436,11 @@ class TestReceive:
         assert event.streams == [stream]  # type: ignore[attr-defined]
 
     def test_there_is_none_after_a_failure(self, device: HostDevice) -> None:
-        receive = Receive(7, lambda event: None, device)
+        receive = Receive(7, lambda event: None, REGION, device)
         receive.change_state(RoomState.FAILED, None)
         assert receive.event is None
 
     def test_there_is_none_of_host_memory(self) -> None:
-        receive = Receive(7, lambda event: None)
+        receive = Receive(7, lambda event: None, REGION)
         receive.change_state(RoomState.SUCCESS, None)
         assert receive.event is None

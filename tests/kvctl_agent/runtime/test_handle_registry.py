@@ -13,6 +13,7 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Finish, Recall, Recalled, Released, SendPages, StateChanged
 from kvctl_agent.runtime.handles import HandleRegistry, PoolLimits, Receive, Send
 from kvctl_agent.runtime.page_owners import PageOwners
+from tests.support.regions import REGION
 
 CAUSE: Failure = {"rank": "prefill-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
 
@@ -28,7 +29,7 @@ def registry(told: list[Any]) -> HandleRegistry:
 
 
 def taken(registry: HandleRegistry, room: int = 7) -> Receive:
-    handle = Receive(room, lambda event: None)
+    handle = Receive(room, lambda event: None, REGION)
     registry.add(handle)
     return handle
 
@@ -57,7 +58,7 @@ def test_a_number_is_free_when_its_room_has_ended_and_released_its_pages(
 
 
 def test_the_engine_learns_that_all_of_a_room_is_sent(registry: HandleRegistry, told: list[Any]) -> None:
-    handle = Send(7, lambda event: None, PoolLimits(8, 0, range(2), (), (), (), 16))
+    handle = Send(7, lambda event: None, REGION, PoolLimits(8, 0, range(2), (), (), (), 16))
     registry.add(handle)
     registry.change_state(StateChanged(7, RoomState.TRANSFERRING))
     registry.release(Released(7))
@@ -77,7 +78,7 @@ class TestRecall:
         self, registry: HandleRegistry, told: list[Any]
     ) -> None:
         posted: list[Any] = []
-        handle = Send(7, posted.append, PoolLimits(8, 0, range(2), (), (), (), 16))
+        handle = Send(7, posted.append, REGION, PoolLimits(8, 0, range(2), (), (), (), 16))
         registry.add(handle)
         assert not handle.recalled
         handle.recall()
@@ -93,7 +94,7 @@ class TestRecall:
 
     def test_the_prompt_may_be_passed_and_finished_again(self, registry: HandleRegistry) -> None:
         posted: list[Any] = []
-        handle = Send(7, posted.append, PoolLimits(8, 0, range(2), (), (), (), 16))
+        handle = Send(7, posted.append, REGION, PoolLimits(8, 0, range(2), (), (), (), 16))
         for _ in range(2):
             handle.pages([1], last=True)
             handle.finish()
@@ -103,7 +104,7 @@ class TestRecall:
         assert [type(event) for event in posted] == [SendPages, Finish, Recall] * 2
 
     def test_a_room_that_is_released_needs_no_answer(self, registry: HandleRegistry) -> None:
-        handle = Send(7, lambda event: None, PoolLimits(8, 0, range(2), (), (), (), 16))
+        handle = Send(7, lambda event: None, REGION, PoolLimits(8, 0, range(2), (), (), (), 16))
         registry.add(handle)
         handle.recall()
         registry.release(Released(7))
@@ -111,7 +112,7 @@ class TestRecall:
 
     def test_on_the_decode_side_the_room_ends_with_a_code_of_its_own(self, registry: HandleRegistry) -> None:
         posted: list[Any] = []
-        handle = Receive(7, posted.append)
+        handle = Receive(7, posted.append, REGION)
         registry.add(handle)
         handle.recall()
         assert posted == [Recall(7)]
@@ -143,7 +144,7 @@ class TestMemory:
 
     @staticmethod
     def add(registry: HandleRegistry, room: int, pages: list[int]) -> None:
-        registry.add(Receive(room, lambda event: None), (np.array(pages, np.int32),))
+        registry.add(Receive(room, lambda event: None, REGION), (np.array(pages, np.int32),))
 
     def test_they_cannot_be_given_to_another_room(self, registry: HandleRegistry) -> None:
         self.add(registry, 7, [4, 5])
@@ -193,7 +194,7 @@ def test_a_room_that_the_machine_does_not_take_has_failed_and_holds_nothing(
 
 
 def test_a_fake_room_has_succeeded_and_uses_no_number(registry: HandleRegistry, told: list[Any]) -> None:
-    handle = Receive(7, lambda event: None)
+    handle = Receive(7, lambda event: None, REGION)
     registry.finish(handle)
     assert (handle.state, handle.released) == (RoomState.SUCCESS, True)
     assert told == [(7, RoomState.SUCCESS)]

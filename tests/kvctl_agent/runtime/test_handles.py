@@ -14,6 +14,9 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.runtime.handles import HandleRegistry, PoolLimits, Receive, Send, page_array
+from kvctl_agent.telemetry.engine_calls import CALLS
+from kvctl_agent.telemetry.region import Cell
+from tests.support.regions import REGION
 
 CAUSE: Failure = {"rank": "decode-0", "code": "ABORTED", "at_ns": 1, "text": "enough"}
 
@@ -34,7 +37,34 @@ def send(posted: list[ev.Event]) -> Send:
         group_tokens=(),
         page_tokens=16,
     )
-    return Send(7, posted.append, limits)
+    return Send(7, posted.append, REGION, limits)
+
+
+def test_calls_are_noted_in_the_region(send: Send) -> None:
+    receive, cells = Receive(8, lambda event: None, REGION), REGION.cells
+    for made, name in (
+        (lambda: send.prefetch(), "prefetch"),
+        (lambda: send.pages([1]), "pages"),
+        (lambda: send.layers(range(8, 16), [2], last=True), "layers"),
+        (lambda: send.finish(), "finish"),
+        (lambda: send.recall(), "recall"),
+        (lambda: send.wait_recalled(0), "wait"),
+        (lambda: send.abort("enough"), "abort"),
+        (lambda: receive.recall(), "recall"),
+        (lambda: receive.wait(0), "wait"),
+    ):
+        before_ns = time.monotonic_ns()
+        made()
+        assert CALLS[cells[Cell.CALL]] == name
+        assert before_ns <= cells[Cell.CALL_NS] <= cells[Cell.CALL_ENDED_NS]
+    thread = threading.Thread(target=receive.wait, args=(60,))
+    thread.start()
+    while cells[Cell.CALL_THREAD] != thread.ident or cells[Cell.CALL_ENDED_NS]:
+        time.sleep(0.001)
+    receive.release()
+    receive.change_state(RoomState.SUCCESS, None)
+    thread.join()
+    assert cells[Cell.CALL_ENDED_NS] >= cells[Cell.CALL_NS]
 
 
 class TestSend:
@@ -138,7 +168,7 @@ class TestSend:
 def test_a_number_serves_the_next_room_as_soon_as_its_handle_is_released() -> None:
     """An engine that has seen that may begin the next room before the control loop has removed the handle."""
     registry = HandleRegistry("decode-0", None)
-    first, second = Receive(7, lambda event: None), Receive(7, lambda event: None)
+    first, second = Receive(7, lambda event: None, REGION), Receive(7, lambda event: None, REGION)
     registry.add(first)
     first.change_state(RoomState.FAILED, CAUSE)
     with pytest.raises(LocalProtocolError, match="room 7 is in use on decode-0"):
@@ -169,11 +199,11 @@ class TestWait:
         assert send.error == CAUSE
 
     def test_a_zero_timeout_looks_once(self) -> None:
-        receive = Receive(1, lambda event: None)
+        receive = Receive(1, lambda event: None, REGION)
         assert receive.wait(0) is RoomState.BOOTSTRAPPING
 
     def test_several_waiters_all_wake(self) -> None:
-        receive = Receive(1, lambda event: None)
+        receive = Receive(1, lambda event: None, REGION)
         states: list[RoomState] = []
         threads = [threading.Thread(target=lambda: states.append(receive.wait(60))) for _ in range(4)]
         for thread in threads:

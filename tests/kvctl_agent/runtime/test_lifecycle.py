@@ -18,6 +18,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.runtime.handles import HandleRegistry, Receive
 from kvctl_agent.runtime.lifecycle import Lifecycle
+from tests.support.regions import REGION
 
 
 def wait_for(state: PeerState) -> None:
@@ -205,7 +206,7 @@ class Life(RuleBasedStateMachine):
         handles = self.parts[3]
         taken = room in handles.rooms
         event: Any = ("open", room)
-        opened = self.refused(lambda: self.life.open_room(handles, Receive(room, _drop), event, (), begun))
+        opened = self.refused(lambda: self.life.open_room(handles, Receive(room, _drop, REGION), event, (), begun))
         assert bool(opened) == (not taken and (self.state == "running" or (self.state == "draining" and begun)))
         assert not opened or self.parts[2][-1] == event
 
@@ -239,7 +240,7 @@ def test_a_room_made_for_components_that_were_replaced_is_refused() -> None:
     former.close()
     life.life.register((), *life.components())
     with pytest.raises(LocalProtocolError, match="decode-0 has been closed or unregistered"):
-        life.life.open_room(former, Receive(1, _drop), ev.Drain(True), (), False)
+        life.life.open_room(former, Receive(1, _drop, REGION), ev.Drain(True), (), False)
 
 
 def test_one_that_closes_beside_another_call_waits_for_its_end() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvctl_agent.contract.commands import Level
-from kvctl_agent.contract.keys import KeyFileError
+from kvctl_agent.host.keys import KeyFileError
 from kvctl_agent.security.curve import Clients
 
 ALICE, BOB = b"a" * 32, b"b" * 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -185,6 +186,23 @@ class TestMessages:
         with pytest.raises(zmq.Again):
             router.send_multipart([name, bytes(1 << 20)], timeout_ms=10)
         client.close()
+
+    def test_a_full_queue_takes_more_when_its_peer_has_read(self, make: Make) -> None:
+        router = make()
+        with raw(router) as client:
+            client.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48))
+            client.sendall(b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x00\x01x")
+            assert router.poll(WAIT_MS)
+            name, _ = router.recv_multipart()
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    router.send_multipart([name, bytes(1 << 16)])
+            client.setblocking(False)
+            for _ in range(1000):  # without an event of the router in between
+                with contextlib.suppress(BlockingIOError):
+                    while client.recv(1 << 20):
+                        pass
+                router.send_multipart([name, bytes(1 << 16)])
 
     def test_what_is_queued_leaves_before_the_close(self, make: Make, dealer: Dealer) -> None:
         router = make()

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from kvctl_agent.contract.keys import KeyPair
+from kvctl_agent.host.keys import KeyPair
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.security.curve import ZapAuthenticator
 from tests.support.names import Names

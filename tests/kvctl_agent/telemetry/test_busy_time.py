@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.telemetry.room_records import BusyTime
+from kvctl_agent.telemetry.durations import BusyTime
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda at: (at[0], at[0] + at[1])))
 

@@ -1,236 +1,247 @@
-"""One part told once reaches everything that remembers it; a room's hidden and exposed transfer add up."""
+"""The writer's side: what an agent's threads record is in its region, and costs them no wait for each other."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.telemetry.hub import StageTimes, Telemetry, room_rows
-from kvctl_agent.telemetry.metrics import Metrics
+from kvctl_agent.telemetry import records as rec
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.metrics import OTHER
+from kvctl_agent.telemetry.region import MOST_RECORD_BYTES, Cell, Document, MemoryReader
 from kvctl_agent.telemetry.room_records import RoomRecord
-
-MS = 1_000_000
-
-
-def sent(telemetry: Telemetry, record: RoomRecord, group: int, ready: int, wire: int, done: int | None) -> None:
-    """One part of layer group `group`; times in ms."""
-    moments = {"ready": ready * MS, "post": (wire - 1) * MS, "wire": wire * MS}
-    layers = (8 * group, 8 * group + 8)
-    telemetry.part(record, (0, 0, layers), "decode-0", "bulk", 100, moments, (wire if done is None else done) * MS)
+from tests.support.folded import folded
 
 
 @pytest.fixture
 def telemetry() -> Telemetry:
-    return Telemetry("prefill-0", "prefill", history=8, timeline_events=64, recorder_events=16)
+    return Telemetry("prefill-0", "prefill")
 
 
-def metric(telemetry: Telemetry, name: str) -> Any:
-    (family,) = (family for family in telemetry.metrics.snapshot() if family["name"] == name)
-    return family["samples"]
+def written(telemetry: Telemetry) -> list[tuple[int, tuple[Any, ...]]]:
+    """Everything in the log: kinds and fields."""
+    return [rec.decode(record) for record in MemoryReader(telemetry.region).records().records]
 
 
-class TestAPipelinedRoom:
-    """Groups ready at 10, 20 and 30 ms, when the forward is done; each is on its way for 15 ms."""
+class TestRooms:
+    @pytest.mark.parametrize("field", ["planned", "sent", "parked", "tokens", "pages", "forward_done_at", "request_id"])
+    def test_a_field_that_changes_is_written_once_by_the_next_flush(self, telemetry: Telemetry, field: str) -> None:
+        record = telemetry.open(7, 1)
+        value: Any = "cmpl-1" if field == "request_id" else 5
+        setattr(record, field, value)
+        setattr(record, field, value)
+        assert [kind for kind, _ in written(telemetry)] == [rec.OPENED]
+        telemetry.flush()
+        telemetry.flush()
+        _, (kind, values) = written(telemetry)
+        assert kind == rec.ROOM
+        assert dict(zip(rec.ROOM_FIELDS, values, strict=True))[field] == value
 
-    @pytest.fixture
-    def record(self, telemetry: Telemetry) -> RoomRecord:
-        record = telemetry.rooms.open(7, 1)
-        sent(telemetry, record, 0, 10, 25, done=None)  # the forward still runs
-        record.forward_done_at = 30 * MS
-        sent(telemetry, record, 1, 20, 35, 30)
-        sent(telemetry, record, 2, 30, 45, 30)
-        return record
+    def test_events_parts_and_ends_are_written_at_once(self, telemetry: Telemetry) -> None:
+        record = telemetry.open(7, 1)
+        record.event("accept", 1, peer="decode-0")
+        telemetry.part(record, (0, 0, (0, 4)), "decode-0", "bulk", 5, {"ready": 1, "wire": 2}, 3)
+        record.fail({"rank": "decode-0", "code": "ABORTED", "at_ns": 5, "text": "aborted"}, 4)
+        record.state(RoomState.FAILED, 5)
+        telemetry.finish(record, 6)
+        kinds = [kind for kind, _ in written(telemetry)]
+        assert kinds == [rec.OPENED, rec.EVENT, rec.PART, rec.FAILED, rec.FINISHED]
+        telemetry.flush()
+        assert len(written(telemetry)) == len(kinds)  # nothing was left to write
 
-    def test_what_was_hidden_and_what_was_exposed_counts_overlaps_once(
-        self, telemetry: Telemetry, record: RoomRecord
-    ) -> None:
-        row = telemetry.rooms.row(record)
-        assert (row["hidden_ns"], row["exposed_ns"]) == (20 * MS, 15 * MS)
-        assert row["forward_done_at_ns"] == telemetry.clock.wall_ns(30 * MS)
+    def test_the_same_room_and_nonce_twice_is_a_mistake(self, telemetry: Telemetry) -> None:
+        telemetry.open(7, 1)
+        telemetry.open(7, 2)
+        with pytest.raises(ValueError, match="room 7 with nonce 1 is already open"):
+            telemetry.open(7, 1)
 
-    @pytest.mark.parametrize("rows", ["aggregated", "of the room"])
-    def test_by_layer_group(self, telemetry: Telemetry, record: RoomRecord, rows: str) -> None:
-        found = telemetry.stages.rows() if rows == "aggregated" else room_rows([record], telemetry.clock, "prefill-0")
-        assert [(row["layers"], row["exposed_ns"], row["overlapped_ns"]) for row in found] == [
-            ([0, 8], 0, 15 * MS),
-            ([8, 16], 5 * MS, 10 * MS),
-            ([16, 24], 15 * MS, 0),
-        ]
-        ready = [row["stages"]["ready"]["p50_ns"] for row in found]  # one group's compute apart
-        assert ready == [0, pytest.approx(10 * MS, rel=1 / 32), pytest.approx(20 * MS, rel=1 / 32)]
+    def test_the_end_of_a_room_counts_once(self, telemetry: Telemetry) -> None:
+        record = telemetry.open(7, 1)
+        record.first_ready_at = 3
+        record.state(RoomState.SUCCESS, 5)
+        for now in (5, 9):
+            telemetry.finish(record, now)
+        assert telemetry.metrics.total("kvctl_rooms_finished_total") == 1
+        assert telemetry.latencies.after(0) == ([2], 1)
+        assert len(telemetry.rooms) == 0
 
-    def test_a_room_that_succeeded_is_counted(self, telemetry: Telemetry, record: RoomRecord) -> None:
-        record.state(RoomState.SUCCESS, 50 * MS)
-        telemetry.finish(record, 50 * MS)
-        for name, seconds in (("hidden", 0.020), ("exposed", 0.015)):
-            (sample,) = metric(telemetry, f"kvctl_transfer_{name}_seconds")
-            assert (sample["count"], sample["sum"]) == (1, pytest.approx(seconds))
+    def test_a_record_of_a_machine_that_runs_again_writes_nothing(self) -> None:
+        record = RoomRecord(lambda record: None, deque(), 0, 7, 1, "prefill", 0)
+        record.planned = 5
+        record.event("accept", 1)
+        record.join("decode-0", 3)
+        record.state(RoomState.SUCCESS, 5)
+        assert (record.nonce, record.peers, record.finish(9)) == (1, ["decode-0"], None)
 
-    def test_a_room_that_failed_is_not(self, telemetry: Telemetry, record: RoomRecord) -> None:
-        record.state(RoomState.FAILED, 50 * MS)
-        telemetry.finish(record, 50 * MS)
-        assert metric(telemetry, "kvctl_transfer_exposed_seconds") == []
-
-
-def test_while_the_forward_runs_all_that_was_sent_is_hidden(telemetry: Telemetry) -> None:
-    record = telemetry.rooms.open(7, 1)
-    sent(telemetry, record, 0, 10, 25, done=None)
-    row = telemetry.rooms.row(record)
-    assert (row["hidden_ns"], row["exposed_ns"], row["forward_done_at_ns"]) == (15 * MS, 0, None)
-    (group,) = room_rows([record], telemetry.clock, "prefill-0")
-    assert (group["exposed_ns"], group["overlapped_ns"]) == (0, 15 * MS)
-
-
-def test_before_anything_was_sent_nothing_is_claimed(telemetry: Telemetry) -> None:
-    row = telemetry.rooms.row(telemetry.rooms.open(7, 1))
-    assert (row["hidden_ns"], row["exposed_ns"]) == (None, None)
-
-
-def test_a_decode_rank_knows_of_no_forward() -> None:
-    telemetry = Telemetry("decode-0", "decode", history=8, timeline_events=64, recorder_events=16)
-    record = telemetry.rooms.open(7, 1)
-    telemetry.part(record, (0, 0, (0, 8)), "prefill-0", "staged", 100, {"arrive": MS, "scatter": 3 * MS})
-    row = telemetry.rooms.row(record)
-    assert (row["hidden_ns"], row["exposed_ns"]) == (None, None)
-    for rows in (telemetry.stages.rows(), room_rows([record], telemetry.clock, "decode-0")):
-        assert (rows[0]["exposed_ns"], rows[0]["overlapped_ns"]) == (None, None)
-        assert rows[0]["stages"]["ready"]["count"] == 0
+    def test_peers_of_any_number_fit(self, telemetry: Telemetry) -> None:
+        record = telemetry.open(7, 0)
+        names = [f"decode-{number}-{'x' * 100}" for number in range(1000)]
+        record.expect(names)
+        record.join("another", 5)
+        record.leave(names[3], 0)
+        (room,) = folded(telemetry).rooms.active()
+        assert (room.peers, room.nonces) == ([*names[:3], *names[4:], "another"], [5])
+        assert telemetry.region.cells[Cell.TOO_LARGE] == 0
 
 
-def test_each_chunk_begins_anew(telemetry: Telemetry) -> None:
-    record = telemetry.rooms.open(7, 1)
-    for chunk, start in ((0, 10), (1, 500)):
-        for group in range(2):
-            moments = {"ready": (start + 5 * group) * MS, "wire": 600 * MS}
-            telemetry.part(record, (0, chunk, (group, group + 1)), "decode-0", "bulk", 1, moments, 600 * MS)
-    second = telemetry.stages.rows()[1]
-    assert second["stages"]["ready"]["p99_ns"] == pytest.approx(5 * MS, rel=1 / 32)
+@pytest.mark.parametrize("text", ["\ud800", "plain \udfff"])
+def test_a_text_that_cannot_be_encoded_is_escaped(telemetry: Telemetry, text: str) -> None:
+    telemetry.recorder.record("room", text, peer=text)
+    telemetry.open(1, 1).expect([text])
+    fold = folded(telemetry)
+    assert "\\ud" in fold.recorder.since(None, 1)["events"][0]["text"]
+    assert "\\ud" in fold.rooms.active()[0].peers[0]
 
 
-def test_a_reader_counts_bytes_over_the_time_in_which_it_waited_for_them() -> None:
-    telemetry = Telemetry("decode-0", "decode", history=8, timeline_events=64, recorder_events=16)
-    record = telemetry.rooms.open(7, 1)
-    begin = record.opened_at
-    for number, arrived in enumerate((10, 12, 12, 20)):  # ms; written into the pages: one moment is all that is seen
-        layers = (number, number + 1)
-        telemetry.part(record, (0, 0, layers), "prefill-0", "direct", 50_000, {"arrive": begin + arrived * MS})
-    window = telemetry.rate.window(begin + 30 * MS)
-    assert window["bytes"] == 200_000
-    assert window["gb_per_s"] == pytest.approx(200_000 / (20 * MS))
+class TestCollected:
+    def test_records_wait_for_a_flush_which_writes_them_together_in_their_order(self) -> None:
+        telemetry = Telemetry("decode-0", "decode")
+        telemetry.collected = []
+        record = telemetry.open(7, 9, 5)
+        record.event("open", 6)
+        record.pages = 4
+        assert telemetry.region.cells[Cell.WRITTEN] == 0
+        telemetry.flush()
+        ((kind, (records,)),) = written(telemetry)
+        assert kind == rec.SEVERAL
+        assert [rec.decode(each)[0] for each in records] == [rec.OPENED, rec.EVENT, rec.ROOM]
+        telemetry.finish(record, 8)
+        (found,) = folded(telemetry).rooms.history(9)
+        assert found["room"] == "7"
+
+    @pytest.mark.parametrize("text", ["x" * (MOST_RECORD_BYTES - 60), "\udcff"], ids=["large", "surrogate"])
+    def test_one_that_does_not_fit_with_others_or_cannot_be_encoded_is_written_by_itself(self, text: str) -> None:
+        telemetry = Telemetry("decode-0", "decode")
+        telemetry.collected = []
+        for number in range(100):
+            telemetry.recorder.record("room", text if number == 50 else str(number))
+        events = folded(telemetry).recorder.since(None, 200)["events"]
+        assert [event["text"] for event in events if len(event["text"]) < 3] == [
+            *(str(number) for number in range(50)), *(str(number) for number in range(51, 100))
+        ]  # fmt: skip
+        assert len(events) == 100
 
 
-class TestNotes:
-    """What is noted is counted later, at the latest when somebody reads it."""
+class TestWhatCannotBeEncoded:
+    """It is counted, and stops neither the caller nor the control loop."""
 
-    PART = (0, 0, (0, 8)), "decode-0", "bulk", 100, {"queue": MS, "post": 2 * MS, "wire": 3 * MS}, 3 * MS
+    @pytest.mark.parametrize("value", [object(), 1 << 70, 1j])
+    def test_a_record(self, telemetry: Telemetry, value: Any) -> None:
+        telemetry.recorder.record("event", value)
+        telemetry.recorder.record("event", "\ud800", peer=value)
+        assert (written(telemetry), telemetry.region.cells[Cell.TOO_LARGE]) == ([], 2)
+
+    def test_a_value_of_a_room(self, telemetry: Telemetry) -> None:
+        wrong, right = telemetry.open(1, 1), telemetry.open(2, 1)
+        wrong.tokens, right.tokens = object(), 5  # type: ignore[assignment]
+        telemetry.flush()
+        assert [room.tokens for room in folded(telemetry).rooms.active()] == [None, 5]
+        telemetry.region.cells[Cell.REBASE] = 1
+        telemetry.flush()
+        assert telemetry.region.cells[Cell.REBASED] == 1
+        assert telemetry.region.cells[Cell.TOO_LARGE] == 2
+        assert [room.tokens for room in folded(telemetry).rooms.active()] == [5]
+
+    def test_integers_of_numpy_are_converted(self, telemetry: Telemetry) -> None:
+        record = telemetry.open(1, 1)
+        record.tokens, record.pages = np.int64(5), np.uint8(3)  # type: ignore[assignment]
+        (room,) = folded(telemetry).rooms.active()
+        assert (room.tokens, room.pages, telemetry.region.cells[Cell.TOO_LARGE]) == (5, 3, 0)
+
+    def test_a_label(self, telemetry: Telemetry) -> None:
+        telemetry.metrics.add("kvctl_parts_total", 1, "bulk")
+        telemetry.metrics.add("kvctl_room_failures_total", 2, "\ud800")
+        telemetry.metrics.series.append(("kvctl_parts_total", (object(),)))  # type: ignore[arg-type]
+        telemetry.metrics.add("kvctl_parts_total", 3, "slice")
+        metrics = folded(telemetry).metrics
+        assert metrics.totals("kvctl_parts_total")["bulk",] == 1
+        assert metrics.totals("kvctl_room_failures_total") == {("\\ud800",): 2}
+        assert telemetry.region.cells[Cell.TOO_LARGE] == 1
+
+
+class TestCounters:
+    def test_no_count_is_lost_between_threads(self, telemetry: Telemetry, switching: None) -> None:
+        in_threads(4, lambda: [telemetry.metrics.add("kvctl_parts_total", 1, "bulk") for _ in range(5000)])
+        assert telemetry.metrics.total("kvctl_parts_total", "bulk") == 20_000
+        assert folded(telemetry).metrics.totals("kvctl_parts_total") == {("bulk",): 20_000}
+
+    def test_new_series_of_several_threads_are_all_named(self, telemetry: Telemetry, switching: None) -> None:
+        def work() -> None:
+            name = threading.current_thread().name
+            for number in range(200):
+                telemetry.metrics.add("kvctl_room_failures_total", 1, f"{name}-{number}")
+                telemetry.flush()
+
+        in_threads(4, work)
+        assert folded(telemetry).metrics.totals("kvctl_room_failures_total") == telemetry.metrics.totals(
+            "kvctl_room_failures_total"
+        )
+        assert len(telemetry.metrics.totals("kvctl_room_failures_total")) == 800
 
     @pytest.mark.parametrize(
-        "read",
-        [
-            lambda telemetry: telemetry.stages.rows()[0]["parts"],
-            lambda telemetry: telemetry.rate.window(4 * MS)["bytes"] / 100,
-            lambda telemetry: telemetry.metrics.total("kvctl_parts_total"),
-            lambda telemetry: telemetry.metrics.totals("kvctl_part_bytes_total")["bulk",] / 100,
-            lambda telemetry: metric(telemetry, "kvctl_stage_seconds")[0]["count"],
-        ],
+        "code", ["code-{}", "code-{}-" + "x" * 500, "{}-" + "\U0001f600" * 90], ids=["short", "long", "wide"]
     )
-    def test_every_reader_counts_the_parts(self, telemetry: Telemetry, read: Callable[[Telemetry], float]) -> None:
-        record = telemetry.rooms.open(7, 1)
-        for number in range(1, 70):  # also more than are ever kept
-            telemetry.part(record, *self.PART)
-            if number in (3, 69):
-                assert read(telemetry) == number
+    def test_labels_that_peers_invent_fill_neither_memory_nor_document(self, telemetry: Telemetry, code: str) -> None:
+        for number in range(5000):
+            telemetry.metrics.add("kvctl_room_failures_total", 1, code.format(number))
+        for metrics in (telemetry.metrics, folded(telemetry).metrics):
+            assert metrics.total("kvctl_room_failures_total") == 5000
+            assert metrics.total("kvctl_room_failures_total", OTHER) > 3900
+        assert telemetry.region.cells[Cell.TOO_LARGE] == 0
 
-    @pytest.mark.parametrize(
-        "read",
-        [
-            lambda telemetry: telemetry.recent_ends.counts(100 * MS)["Success"],
-            lambda telemetry: telemetry.latencies.summary()["count"],
-            lambda telemetry: telemetry.latencies.after(0)[1],
-            lambda telemetry: round(telemetry.rate.window(100 * MS)["rooms_per_s"] * 10),  # in ten seconds
-            lambda telemetry: telemetry.metrics.total("kvctl_rooms_finished_total"),
-            lambda telemetry: metric(telemetry, "kvctl_room_seconds")[0]["count"],
-        ],
-    )
-    def test_every_reader_counts_the_rooms(self, telemetry: Telemetry, read: Callable[[Telemetry], float]) -> None:
-        for number in (1, 2):
-            record = telemetry.rooms.open(number, 1)
-            record.event("ready", 40 * MS)
-            record.state(RoomState.SUCCESS, 50 * MS)
-            telemetry.finish(record, 50 * MS)
-            assert read(telemetry) == number
+    def test_a_document_of_counters_that_is_no_such_thing_costs_the_counters(self, telemetry: Telemetry) -> None:
+        telemetry.metrics.add("kvctl_parts_total", 1, "bulk")
+        fold = folded(telemetry)
+        for value in (b"", b"\xc1", msgspec.msgpack.encode([["kvctl_parts_total", []], ["nonsense", ["bulk"]]])):
+            telemetry.region.publish(Document.COUNTERS, value, 5)
+            assert folded(telemetry) is fold
+            assert fold.metrics.written == {}
+        for damage in (-1.0, float("nan"), float("inf")):
+            telemetry.region.counters[0] = damage
+            telemetry.region.publish(Document.COUNTERS, msgspec.msgpack.encode([["kvctl_parts_total", ["bulk"]]]), 5)
+            assert folded(telemetry).metrics.totals("kvctl_parts_total") == {}
 
-    @pytest.mark.parametrize("where", [(StageTimes, "add"), (Metrics, "_add"), (Metrics, "_observe")])
-    def test_nobody_who_must_not_wait_waits_for_a_reader(
-        self, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
-    ) -> None:
-        record = telemetry.rooms.open(7, 1)
-        telemetry.part(record, *self.PART)
-        reading, go_on, count = threading.Event(), threading.Event(), getattr(*where)
 
-        def slowly(*args: Any) -> None:
-            if threading.current_thread() is reader:
-                reading.set()
-                assert go_on.wait(10)
-            count(*args)
+def test_values_that_change_while_another_thread_flushes_are_written(telemetry: Telemetry, switching: None) -> None:
+    """Readers in the process flush, too; whichever flush comes last has the last value."""
+    records = [telemetry.open(number, 1) for number in range(3)]
+    ending = threading.Event()
 
-        monkeypatch.setattr(*where, slowly)
-        reader = threading.Thread(target=telemetry.count_pending)
-        reader.start()
-        assert reading.wait(10)
-        for _ in range(200):
-            telemetry.part(record, *self.PART)
-            telemetry.count_pending(1)
-            telemetry.metrics.add("kvctl_rooms_opened_total", 1)
-        assert record.parts == 201
-        assert telemetry.counted_latencies.summary()["count"] == 0
-        assert telemetry.metrics.counted("kvctl_rooms_opened_total") == {(): 200}
-        go_on.set()
-        reader.join()
-        assert telemetry.stages.rows()[0]["parts"] == telemetry.metrics.total("kvctl_parts_total") == 201
+    def flush() -> None:
+        while not ending.is_set():
+            telemetry.flush(wait=True)
 
-    def test_who_must_not_take_long_counts_only_the_oldest(self, telemetry: Telemetry) -> None:
-        record = telemetry.rooms.open(7, 1)
-        for _ in range(5):
-            telemetry.part(record, *self.PART)
-        for counted, least, most in ((0, 6, 2), (2, 2, 2), (4, 2, 2), (4, 2, 2), (5, 1, 2)):
-            telemetry.count_pending(least, most)
-            assert telemetry.metrics.counted("kvctl_parts_total").get(("bulk",), 0) == counted
+    flusher = threading.Thread(target=flush)
+    flusher.start()
+    for value in range(3000):
+        for record in records:
+            record.planned = value
+        telemetry.flush()
+    ending.set()
+    flusher.join()
+    telemetry.flush()
+    assert [room.planned for room in folded(telemetry).rooms.active()] == [2999] * 3
 
-    def test_an_error_while_counting_costs_one_note(
-        self, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        record = telemetry.rooms.open(7, 1)
-        for _ in range(3):
-            telemetry.part(record, *self.PART)
-        calls, count = iter(range(3)), StageTimes.add
 
-        def add(*args: Any) -> None:
-            if next(calls) == 1:
-                raise ZeroDivisionError
-            count(*args)
+def in_threads(count: int, work: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
-        monkeypatch.setattr(StageTimes, "add", add)
-        with pytest.raises(ZeroDivisionError):
-            telemetry.count_pending()
-        assert telemetry.stages.rows()[0]["parts"] == 2
 
-    def test_threads_that_note_and_read_at_once_lose_nothing(self, telemetry: Telemetry) -> None:
-        record, parts = telemetry.rooms.open(7, 1), 5_000
-
-        def note() -> None:
-            for _ in range(parts):
-                telemetry.part(record, *self.PART)
-
-        writers = [threading.Thread(target=note) for _ in range(2)]
-        for writer in writers:
-            writer.start()
-        seen = 0.0
-        while any(writer.is_alive() for writer in writers):
-            before, seen = seen, telemetry.metrics.total("kvctl_parts_total")
-            assert before <= seen
-        assert telemetry.metrics.total("kvctl_parts_total") == telemetry.stages.rows()[0]["parts"] == 2 * parts
+def test_a_signal_handler_may_record_while_its_thread_does(telemetry: Telemetry) -> None:
+    """Such as one that closes the agent: a lock that its own thread holds would stop it for good."""
+    with telemetry.recorder._numbering, telemetry.metrics._adding, telemetry._flushing:
+        telemetry.recorder.record("close", "by a signal")
+        telemetry.finish(telemetry.open(7, 1), 5)
+        telemetry.flush(wait=True)
+    assert folded(telemetry).metrics.total("kvctl_rooms_finished_total") == 1

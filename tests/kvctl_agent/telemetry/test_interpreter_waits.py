@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvctl_agent import gil
-from kvctl_agent.telemetry.hub import INTERPRETER_WINDOW_NS, InterpreterWaits
+from kvctl_agent.telemetry.durations import INTERPRETER_WINDOW_NS, InterpreterWaits
 
 MS = 1_000_000
 WAITS = 100

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.telemetry.hub import LogHistogram
+from kvctl_agent.telemetry.durations import LogHistogram
 
 
 def histogram(*durations: int) -> LogHistogram:

@@ -162,7 +162,7 @@ class PeerProcess:
 ENGINES = ["nixl", "mooncake", "loopback"]
 WITH_THREADS = pytest.mark.parametrize(
     "engine",
-    [*ENGINES, "nixl+binding", *(f"{nixl} num_threads=3,split_batch_size=1" for nixl in ("nixl", "nixl+pool"))],
+    [*ENGINES, "nixl+binding", "nixl+pool num_threads=3,split_batch_size=1"],
     indirect=True,
     scope="module",
 )

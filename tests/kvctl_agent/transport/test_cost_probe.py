@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 from kvctl_agent.contract.choices import HOST
-from kvctl_agent.contract.connection_cost import ConnectionCost
 from kvctl_agent.errors import TransportError
 from kvctl_agent.transport import Region, cost_probe
-from kvctl_agent.transport.cost_probe import CUDA_IPC, RDMA, THROUGH_HOST, interconnect_of, measure_connection
+from kvctl_agent.transport.cost_probe import (
+    CUDA_IPC,
+    RDMA,
+    THROUGH_HOST,
+    ConnectionCost,
+    interconnect_of,
+    measure_connection,
+)
 
 
 def test_measuring_is_short_silent_and_predicts(crew: Any, engine: str, at_best: Any) -> None:

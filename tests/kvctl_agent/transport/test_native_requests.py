@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.transport.nixl.native_requests import BUILT, UNLIMITED_NS, Library, WriteRequests
+from kvctl_agent.native.nixl_requests import Library, WriteRequests
+from kvctl_agent.transport.nixl.native_requests import UNLIMITED_NS
 from kvctl_agent.transport.nixl.transport import NixlTransport
 
-pytestmark = pytest.mark.skipif(not BUILT, reason="kvctl was built without a C++ compiler")
 HOST = (-1, -1)
 
 
@@ -139,15 +139,31 @@ def test_requests_that_several_threads_post_are_posted_once(crew: Any) -> None:
         assert (reader.pool[: count * row_bytes] == value).all()
 
 
+UNBUILT = """
+import sys
+class Unbuilt:
+    def find_spec(name, path=None, target=None):
+        if name == "kvctl_agent.native.nixl_requests":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Unbuilt)
+import kvctl_agent.native
+"""
+
+
+def test_native_code_that_is_not_built_is_named_with_the_command_that_builds_it() -> None:
+    done = subprocess.run([sys.executable, "-c", UNBUILT], capture_output=True, text=True, timeout=60)
+    assert "(No module named 'kvctl_agent.native.nixl_requests'): in a checkout, build it: make setup" in done.stderr
+
+
 FORK = """
 import gc, os, signal, sys, time
 import numpy as np
-from kvctl_agent.memory.native_copier import NativeCopyPool
+from kvctl_agent.memory.host_copier import CopyPool
 from kvctl_agent.transport.base import Region
-from kvctl_agent.transport.nixl.native_requests import Library
+from kvctl_agent.native.nixl_requests import Library
 from kvctl_agent.transport.nixl.transport import NixlTransport
 
-pool = NativeCopyPool(2, os.eventfd(0)).start()
+pool = CopyPool(2, os.eventfd(0)).start()
 writer, reader = NixlTransport("writer", {"num_threads": "2"}, copy_pool=pool), NixlTransport("reader", {})
 here, there = np.zeros(64 << 20, np.uint8), np.zeros(64 << 20, np.uint8)
 for transport, memory in ((writer, here), (reader, there)):

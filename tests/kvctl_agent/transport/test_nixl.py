@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kvctl_agent
 from kvctl_agent.errors import ConfigError, TransportUnavailable
 from kvctl_agent.layout.page_indices import FEW
 from kvctl_agent.transport import open_transport
 from kvctl_agent.transport.nixl.transport import _total
+from tests.support.engines import run_with_engines
 
 IDLE_SHARE = 0.03
 
@@ -81,22 +78,8 @@ def test_a_tag_leaves_only_while_its_write_is_polled_or_drained(crew: Any) -> No
     assert not in_flight.reach(write.peer)
 
 
-def run_agent(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a new process that has imported `np`, `Region` and `open_transport`."""
-    prelude = "import numpy as np\nfrom kvctl_agent.transport import *\n"
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
-    return subprocess.run(
-        [sys.executable, "-c", prelude + code],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**clean, "PYTHONPATH": str(Path(kvctl_agent.__file__).parents[1]), **env},
-        check=False,
-    )
-
-
 def test_a_process_with_an_unclosed_agent_exits_cleanly_and_says_nothing_on_stdout() -> None:
-    done = run_agent(
+    done = run_with_engines(
         "pool = np.zeros(4096, np.uint8)\n"
         "a, b = open_transport('nixl', 'a'), open_transport('nixl', 'b')\n"
         "a.register([Region(pool.ctypes.data, 4096)]); b.register([Region(pool.ctypes.data, 4096)])\n"
@@ -106,7 +89,7 @@ def test_a_process_with_an_unclosed_agent_exits_cleanly_and_says_nothing_on_stdo
 
 
 def test_what_the_engine_logs_goes_to_stderr_at_every_level() -> None:
-    done = run_agent(
+    done = run_with_engines(
         "import logging\n"
         "t = open_transport('nixl', 'a')\n"
         "logging.getLogger('nixl.api').warning('from python'); t.close()\n",

@@ -84,7 +84,7 @@ class Rig:
         self.refused: dict[str, str] = {}
         self.agents: list[Agent] = []
 
-    def start(self, name: str, backend: str, params: dict[str, str], enter: Any) -> binding.Engine:
+    def start(self, name: str, enter: Any) -> binding.Engine:
         def rows(kind: str, table: np.ndarray) -> Any:
             return SimpleNamespace(kind=kind, rows=table.tolist())
 
@@ -114,6 +114,7 @@ class Rig:
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     rig = Rig()
     monkeypatch.setattr(binding, "start", rig.start)
+    monkeypatch.setattr(binding, "add_backend", lambda engine, backend, params: None)
     return rig
 
 

@@ -8,14 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvctl_agent.transport.nixl.native_requests import BUILT, UNLIMITED_NS, NativeWrite, WriteRequests
+from kvctl_agent.native.nixl_requests import WriteRequests
+from kvctl_agent.transport.nixl.native_requests import UNLIMITED_NS, NativeWrite
 from tests.kvctl_agent.transport.conftest import Pair, sizes
 from tests.support.gil import releases_the_gil
 
-pytestmark = [
-    pytest.mark.skipif(not BUILT, reason="kvctl was built without a C++ compiler"),
-    pytest.mark.parametrize("engine", ["nixl"], indirect=True, scope="module"),
-]
+pytestmark = pytest.mark.parametrize("engine", ["nixl"], indirect=True, scope="module")
 _CALLS = 1000
 
 

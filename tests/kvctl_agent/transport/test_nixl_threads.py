@@ -16,16 +16,23 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError
-from kvctl_agent.gil import GilSharing
+from kvctl_agent.memory.host_copier import CopyPool
 from kvctl_agent.transport import Region, open_transport
-from kvctl_agent.transport.nixl.native_requests import BUILT
-from kvctl_agent.transport.nixl.threads import SLICE_BYTES, SliceTags, thread_count, with_threads
+from kvctl_agent.transport.nixl.binding import Engine, load
+from kvctl_agent.transport.nixl.native_requests import open_library
+from kvctl_agent.transport.nixl.threads import (
+    DESCRIPTORS_PER_THREAD,
+    SLICE_BYTES,
+    SliceTags,
+    thread_count,
+    with_threads,
+)
+from kvctl_agent.transport.nixl.transport import NixlTransport
 
 THREADS = 4
-ENGINE = f"nixl num_threads={THREADS},split_batch_size=128"
 POOL = f"nixl+pool num_threads={THREADS},split_batch_size=128"
 ALTERNATING = f"nixl+alternating num_threads={THREADS},split_batch_size=128"
-ALL = pytest.mark.parametrize("engine", [ENGINE, POOL, ALTERNATING])
+ALL = pytest.mark.parametrize("engine", [POOL, ALTERNATING])
 ROWS, ROW_BYTES = 2048, 512
 
 
@@ -65,12 +72,49 @@ def test_a_wrong_number_of_threads_is_named(text: str) -> None:
         open_transport("nixl", "a", {"num_threads": text})
 
 
-def test_the_threads_live_as_long_as_the_transport(no_leaks: None) -> None:
-    before = len(list(Path("/proc/self/task").iterdir()))
-    transport = open_transport("nixl", "a", {"num_threads": str(THREADS)})
-    assert len(list(Path("/proc/self/task").iterdir())) >= before + THREADS
-    assert transport.describe()["threads"] == THREADS
-    transport.close()
+def test_only_threads_of_a_copy_pool_post(crew: Any) -> None:
+    assert crew.agent(POOL).transport.describe()["threads"] == THREADS
+    assert crew.agent(f"nixl num_threads={THREADS}").transport.describe()["threads"] == 0
+
+
+def test_a_nixl_that_native_code_cannot_call_is_named_and_called_through_its_binding(
+    crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvctl_agent.transport.nixl.binding._version", lambda package: "1.6.0")
+    one, two = crew.agent("nixl"), crew.agent("nixl")
+    described = one.transport.describe()
+    assert described["posts"] == "binding"
+    assert described["why_binding"] == (
+        "NIXL 1.6.0 is another version; kvctl calls NIXL 1.5 natively: pip install 'nixl~=1.5.0'"
+    )
+    one.transport.connect("peer", two.transport.metadata())
+    one.pool[:] = 7
+    one.finish(post(one, two))
+    assert [arrival.tag for arrival in two.collect(1)] == [b"t"]
+    assert (two.pool[: ROWS * ROW_BYTES] == 7).all()
+
+
+def test_a_binding_without_pybind11s_conduit_is_named() -> None:
+    binding, version = load()
+    with pytest.raises(TransportError, match=r"cannot be called \(.*_pybind11_conduit_v1_.*pip install 'nixl~=1.5.0'"):
+        open_library(Engine(binding, object(), version, (), lambda: None))
+
+
+def test_threads_that_post_nothing_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker takes ten descriptors, and every call of the transport polls all workers."""
+
+    def descriptors(params: dict[str, str], pool: CopyPool) -> int:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        transport = NixlTransport("a", params, copy_pool=pool)
+        opened = len(list(Path("/proc/self/fd").iterdir())) - before
+        assert transport.describe()["posts"] == "binding"
+        transport.close()
+        return opened
+
+    monkeypatch.setattr("kvctl_agent.transport.nixl.binding._version", lambda package: "1.6.0")
+    with contextlib.closing(CopyPool(THREADS, 0).start()) as pool:
+        descriptors({}, pool)  # the first agent opens some that stay
+        assert descriptors({"num_threads": str(THREADS)}, pool) <= descriptors({}, pool) + DESCRIPTORS_PER_THREAD // 2
 
 
 @ALL
@@ -116,29 +160,6 @@ def test_a_copy_that_fails_in_any_slice_fails_the_write_and_its_tag_does_not_arr
     assert two.collect(1, timeout_s=0.1) == []
 
 
-@pytest.mark.parametrize(("tag", "contended", "slices"), [(b"t", False, 4), (None, False, 1), (b"t", True, 1)])
-def test_a_write_of_few_large_descriptors_is_divided_if_it_has_a_tag_and_threads_need_not_wait_for_the_gil(
-    crew: Any, tag: bytes | None, contended: bool, slices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = crew.agent(ENGINE), crew.agent(ENGINE)
-    monkeypatch.setattr(GilSharing, "contended", contended)
-    one.transport.connect("peer", two.transport.metadata())
-    posted: list[int] = []
-    post = one.transport._in_flight.post
-    monkeypatch.setattr(one.transport._in_flight, "post", lambda *each: posted.append(each[3]) or post(*each))
-    one.pool[:] = 7
-    offsets = np.arange(8) * (SLICE_BYTES // 2)
-    sizes = np.full(8, SLICE_BYTES // 2, np.uint64)
-    one.finish(one.transport.write("peer", one.at(*offsets), two.at(*offsets), sizes, tag))
-    if slices == 1 and BUILT:
-        assert posted == [], "native code posts what the threads do not"
-    else:
-        assert sorted(posted) == [8 // slices] * slices
-    assert [arrival.tag for arrival in two.collect(1, timeout_s=60 if tag else 0.1)] == ([tag] if tag else [])
-    assert (two.pool[: 4 * SLICE_BYTES] == 7).all()
-
-
-@pytest.mark.skipif(not BUILT, reason="a copy pool posts in native code, which is not built")
 @pytest.mark.parametrize(
     ("pages", "tag", "few_cores", "on_threads"),
     [(65, b"t", False, True), (64, b"t", False, False), (65, None, False, False), (65, b"t", True, False)],

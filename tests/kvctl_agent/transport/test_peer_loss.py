@@ -155,7 +155,10 @@ def test_a_write_in_flight_to_a_disconnected_peer_ends_when_it_has_landed(
     assert peer.read(last, 4096) == wanted[last:].tobytes()
     if again:
         agent.finish(agent.transport.write("peer", agent.at(0), peer.at(0), sizes(4096), b"once more"))
-        assert b"once more".hex() in {arrival["tag"] for arrival in peer.collect(2)}
+        tag = b"late".hex()  # which an engine may drop with the connection
+        while tag == b"late".hex():
+            tag = peer.collect(1)[-1]["tag"]
+        assert tag == b"once more".hex()
 
 
 def test_what_a_killed_peer_had_sent_lands_within_a_few_polls(

@@ -18,7 +18,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from tests.matrix.matrix_rig.case import Case
 from tests.matrix.matrix_rig.models import LAYERS, MODELS, fits, same_heads
 
-COUNT = 208
+COUNT = 112
 _SEED = 3
 _DRAWS = 24
 # Ranks of one side times ranks of the other: every pair introduces itself to each other.

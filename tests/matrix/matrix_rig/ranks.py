@@ -12,19 +12,18 @@ from typing import NamedTuple
 
 from kvctl.lab.ranks import measure
 from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
-from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.request import Role
 from kvctl.lab.ranks.verify import verify
-from kvctl_agent.agent import Agent
+from kvctl.lab.ranks.worker import build_agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.memory.allocations import RingMemory
 from kvctl_agent.parts import PartFactories
-from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Handle, Receive, Send
 from tests.matrix.matrix_rig.case import Case
 from tests.matrix.matrix_rig.expected import expected
 from tests.matrix.matrix_rig.loads import PREFILL_ONLY, RING_MIB, cuts_of, groups_of, rooms_of, starts_of
+from tests.support.folded import folded
 
 READY_S = 60.0
 ROOMS_S = 60.0
@@ -54,24 +53,7 @@ class RankOf:
         self.pool = allocate_pool(start)
         self.content = Content(self.pool, start)
         self.content.take(rooms)
-        at, side = own_coord(start), own_side(start)
-        self.agent = Agent(
-            role=start.role,
-            rank=Rank(
-                **at._asdict(),
-                dp_size=side.dp,
-                pp_size=side.pp,
-                cp_size=side.cp,
-                tp_size=side.tp,
-                stages=side.stages,
-            ),
-            pool=self.pool,
-            name=start.name,
-            bootstrap=start.bootstraps[start.instance] if start.role == "prefill" else start.bootstraps,
-            model=model_shape(start.shape, start.page_size),
-            factories=factories,
-            **start.config,
-        )
+        self.agent = build_agent(start, self.pool, factories=factories)
 
     def close(self) -> None:
         self.agent.close(_CLOSE_S)
@@ -137,7 +119,7 @@ class Ranks(ABC):
         return [
             f"{event['agent']} recorded: {event['text']}"
             for rank in self.ranks
-            for event in rank.agent.telemetry.recorder.since(None, 64)["events"]
+            for event in folded(rank.agent.telemetry).recorder.since(None, 64)["events"]
             if event["severity"] in ("warning", "error")
         ]
 

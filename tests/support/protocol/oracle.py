@@ -1,22 +1,27 @@
-"""Observes every byte of a simulated world and raises `Broken` at the first byte that differs from the plan.
+"""Observes every write of a simulated world and raises an error at the first step that the protocol must not take.
 
-A byte is a cell (segment, layer, page or item, head) of one decode rank; its value identifies the cell of the prompt
-that it holds. `layout`, which is tested against its own oracles, determines the expected contents of each cell.
+What each room's plan permits is checked by `kvctl.lab.replay.invariants`, as in a replay. This module adds what only a
+simulation knows: which writes are in flight, what the bytes of each ring hold, and what each engine has computed. The
+plan itself comes from `kvctl_agent.layout`, as that of the machines, so `check_plan` compares it with the shards of the
+ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from kvctl.lab.replay.invariants import ExpectedRoom, ExpectedTransfer, RoomPlan
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
-from kvctl_agent.layout.plan import slices_of_writer, slices_to_reader, state_slices_to_reader, writer_cells
+from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, local_shards
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.tag import PartKind, Tag
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 
 UNIT = 256  # bytes; resolution at which the contents of rings are tracked
 PAGE_SIZE = 1
@@ -62,37 +67,42 @@ class Write(NamedTuple):
 
 
 Cell = tuple[int, int, int, int]  # segment, layer, page (of a state: item), head in the reader's pool
-Value = tuple[int, int, int, int, int]  # room, page of the prompt (of a state: which item), segment, layer, head
+Value = tuple[int, int]  # page of the prompt (of a state: which item), head of the model
 
 
-@dataclass
-class Expected:
-    """Expected and observed state of one room under one nonce at one decode rank.
+@dataclass(slots=True, eq=False)
+class Expected(ExpectedRoom):
+    """A room at one decode rank.
 
     Attributes:
         reader: name of the decode rank.
-        pages: pages of the room there, without the prefix.
-        items: items of each state component there.
-        written: value of each cell that was written.
-        aux_written: how often the aux row was written.
-        released: whether the machine has released the room.
+        opening: the call by which its engine opened the room.
+        instance: number of the prefill instance.
     """
 
-    room: int
-    nonce: int
-    reader: str
-    pages: list[int]
-    prefix_pages: int
-    total_pages: int
-    aux_index: int
+    reader: str = ""
+    opening: Any = None
     instance: int = 0
-    items: tuple[list[int], ...] = ()
-    prefill_only: bool = False
-    written: dict[Cell, Value] = field(default_factory=dict)
-    aux_written: int = 0
-    released: bool = False
-    state: RoomState = RoomState.BOOTSTRAPPING
     failure: Any = None
+
+    @property
+    def aux_written(self) -> bool:
+        """Whether the aux row has been written."""
+        return any(kind is PartKind.AUX for kind, _ in self.finals)
+
+    @property
+    def segments(self) -> set[int]:
+        """Segments of the model of which a part is in place."""
+        assert self.plan is not None or not self.covered
+        layers = [
+            PartKey(*place, layer, layer + 1)
+            for place, bits in self.covered.items()
+            for layer in range(bits.bit_length())
+            if bits >> layer & 1
+        ]
+        parts = [self.plan.find(PartKind.KV, key) for key in layers] if self.plan is not None else []
+        states = {key.chunk for kind, key in self.finals if kind is PartKind.STATE}
+        return states | {part.share.segment for part in parts if part is not None and part.share is not None}
 
 
 def place_of(name: str) -> Place:
@@ -125,7 +135,8 @@ class Oracle:
         self.ring_bytes: dict[str, dict[int, tuple[int, int, Any]]] = {}  # reader → unit → (serial, unit, last write)
         self.source: dict[tuple[str, int], tuple[int, int]] = {}  # (prefill rank, page) → (room, position)
         self.items: dict[tuple[str, int, int], tuple[int, int]] = {}  # (prefill rank, segment, item) → likewise
-        self.queued: Counter[tuple[str, int, str, int, int]] = Counter()  # (layer, page) pairs ordered, by transfer
+        # By (writer, its incarnation, decode rank, room, nonce).
+        self.transfers: dict[tuple[str, int, str, int, int], ExpectedTransfer] = {}
         self.computed: set[tuple[str, int, int, int]] = set()  # (prefill rank, room, layer, page) that its engine has
         self.finished: set[tuple[str, int]] = set()  # (prefill rank, room) whose engine is done
         self.taken_back: set[tuple[str, int, int]] = set()  # (prefill rank, room, page) that its engine has recalled
@@ -162,8 +173,13 @@ class Oracle:
     # ---- calls of the engines -------------------------------------------------------------------------------------
 
     def called(self, name: str, event: ev.Event) -> None:
-        """Records a call of an engine: pages that it has computed, or the end of its forwards."""
-        if isinstance(event, ev.Recall):
+        """Records a call of an engine: a room that it opens, pages that it has computed, the end of its forwards."""
+        if isinstance(event, ev.OpenRoom):
+            instance = int(event.instance.rpartition("-")[2])
+            self.rooms[name, event.room, event.nonce] = Expected(
+                event.room, event.nonce, reader=name, opening=event, instance=instance
+            )
+        elif isinstance(event, ev.Recall):
             mine = {entry for entry in self.computed if entry[:2] == (name, event.room)}
             self.taken_back |= {(name, event.room, page) for *_, page in mine}
             self.computed -= mine
@@ -177,6 +193,40 @@ class Oracle:
             places = [(layer, page) for layer in range(lo, hi) for page in event.pages.tolist()]
             self.computed.update((name, event.room, layer, page) for layer, page in places)
 
+    def plan_of(self, room: Expected) -> RoomPlan:
+        if room.plan is None:
+            inputs, reader = self.inputs_of(room.instance), place_of(room.reader).rank
+            room.plan = RoomPlan.of_call(inputs, room.opening, reader)
+            check_plan(inputs, room.opening, reader, room.plan)
+        return room.plan
+
+    # ---- writes -------------------------------------------------------------------------------------------------
+
+    def ordered(self, name: str, order: ev.Transfer) -> None:
+        """Checks a part that a writer orders: it is planned, computed, and its room is neither failed nor recalled."""
+        if (name, order.room) in self.recalling:
+            raise Broken(
+                f"{name} orders {order.key} of room {order.room}, whose engine waits for the end of its recall"
+            )
+        if self.sent.get((name, order.room)) is RoomState.FAILED:
+            raise Broken(f"{name} orders {order.key} of room {order.room} after its engine was told that it has failed")
+        transfer = self.transfers.setdefault(self._transfer(name, self.life(name) or 0, order), ExpectedTransfer())
+        place = place_of(name)
+        room = self.rooms.get((order.peer, order.room, order.nonce))
+        if room is not None and room.instance != place.instance:
+            raise Broken(f"{name} sends {order.key} of room {order.room}, which another instance computes")
+        plan = self.plan_of(room) if room is not None else None
+        if order.kind is PartKind.KV:
+            self._check_computed(name, order)
+            self.paths[order.path] += 1
+            assert order.share is not None
+            self.cut[order.key.hi - order.key.lo < order.share.num_layers] += 1
+        transfer.order(place.rank, order, plan, finished=(name, order.room) in self.finished)
+
+    @staticmethod
+    def _transfer(name: str, incarnation: int, order: ev.Transfer) -> tuple[str, int, str, int, int]:
+        return name, incarnation, order.peer, order.room, order.nonce
+
     def _check_computed(self, name: str, order: ev.Transfer) -> None:
         pages = order.src_pages.tolist()
         for layer in range(order.key.lo, order.key.hi):
@@ -189,47 +239,29 @@ class Oracle:
         if not (prefill.early_send or last or (name, order.room) in self.finished):
             raise Broken(f"{name} orders {order.key} of room {order.room}, and was to wait for the end of its forward")
 
-    # ---- writes -------------------------------------------------------------------------------------------------
-
-    def ordered(self, name: str, order: ev.Transfer) -> None:
-        """Checks a part that a writer orders.
-
-        The room has not failed and is not being recalled, and final parts come after all KV parts.
-        """
-        if (name, order.room) in self.recalling:
-            raise Broken(
-                f"{name} orders {order.key} of room {order.room}, whose engine waits for the end of its recall"
-            )
-        if self.sent.get((name, order.room)) is RoomState.FAILED:
-            raise Broken(f"{name} orders {order.key} of room {order.room} after its engine was told that it has failed")
-        transfer = (name, self.life(name) or 0, order.peer, order.room, order.nonce)
-        if order.kind is PartKind.KV:
-            self._check_computed(name, order)
-            assert order.share is not None
-            self.paths[order.path] += 1
-            self.cut[order.key.hi - order.key.lo < order.share.num_layers] += 1
-            self.queued[transfer] += (order.key.hi - order.key.lo) * len(order.src_pages)
+    def _check_sources(self, write: Write, room: Expected) -> None:
+        """Checks that a part is read from the pages of the prompt, or the items, that go to its destination."""
+        order = write.order
+        planned = self.plan_of(room).find(order.kind, order.key)
+        assert planned is not None  # checked when it was ordered
+        numbers = order.src_pages.tolist()
+        if planned.chunk is not None:
+            held = [self.source[write.writer, page] for page in numbers]
+            wanted: Iterable[int] = range(planned.chunk.first, planned.chunk.end)
+        elif order.kind is PartKind.STATE:
+            held = [self.items[write.writer, order.key.chunk, item] for item in numbers]
+            wanted = range(len(planned.pages))
+        else:
             return
-        room = self.rooms.get((order.peer, order.room, order.nonce))
-        if room is not None and self.queued[transfer] != self._owed(name, room):
-            raise Broken(f"{order.kind.name} of room {order.room} is ordered before all of its KV parts")
-
-    def _owed(self, name: str, room: Expected) -> int:
-        """Returns the number of (layer, page) pairs that one prefill rank must send for this room."""
-        if room.prefill_only:
-            return 0
-        inputs, rank, reader = self.inputs_of(room.instance), place_of(name).rank, place_of(room.reader).rank
-        dp = self.decode.coord(reader).dp
-        owed = [share for share in slices_of_writer(inputs, room.room, dp, rank) if share.reader == reader]
-        cells = writer_cells(inputs, room.room, rank, reader, room.total_pages, room.prefix_pages)
-        return sum(share.num_layers for share in owed) * sum(cell.count for cell in cells)
+        if held != [(order.room, position) for position in wanted]:
+            raise Broken(f"{write.writer} sends {order.key} of room {order.room} from {held}")
 
     def undone(self, write: Write) -> None:
         """Records a queued part that was dropped: it may be ordered once more."""
         order = write.order
-        if order.kind is PartKind.KV:
-            transfer = (write.writer, write.incarnation, order.peer, order.room, order.nonce)
-            self.queued[transfer] -= (order.key.hi - order.key.lo) * len(order.src_pages)
+        key = self._transfer(write.writer, write.incarnation, order)
+        if key in self.transfers:
+            self.transfers[key].undo(order.kind, order.key)
 
     def recalled(self, name: str, number: int) -> None:
         """Checks that no write reads pages which an engine has recalled, and may reuse from now on."""
@@ -272,15 +304,12 @@ class Oracle:
             return False
         if room.released:
             raise Broken(f"{order.key} of room {order.room} lands after the room was released")
-        if order.kind is PartKind.AUX:
-            if order.dst_pages.tolist() != [room.aux_index]:
-                raise Broken("the aux row lands in another row")
-            room.aux_written += 1
-        elif order.grant is not None:
+        self._check_sources(write, room)
+        if order.grant is not None:
             for unit in _units(order):
                 self.ring_bytes[order.peer][unit] = (order.grant.serial, unit, write)
         else:
-            self._store(room, write, order.dst_pages)
+            self._store(room, order)
         return True
 
     def target(self, write: Write) -> Expected | None:
@@ -299,50 +328,16 @@ class Oracle:
         write = found[0][2] if found[0] else None
         if any(entry is None or entry[0] != action.serial for entry in found) or write is None:
             raise Broken(f"the ring holds {found} where {action.key} of room {action.room} was to be scattered from")
-        if write.order.share != action.share or write.order.key != action.key:
+        planned = self.plan_of(room).find(PartKind.KV, action.key)
+        if write.order.key != action.key or planned is None or planned.share != action.share:
             raise Broken(f"{write.order.key} was gathered as {write.order.share} and is scattered as {action.share}")
-        self._store(room, write, action.pages)
+        if planned.pages.tolist() != action.pages.tolist():
+            raise Broken(f"{action.key} of room {action.room} is scattered into the pages of another part")
+        self._store(room, write.order)
 
-    def _store(self, room: Expected, write: Write, pages: ev.Pages) -> None:
-        order, share = write.order, write.order.share
-        assert share is not None
-        key, place = order.key, place_of(write.writer)
-        if not len(order.src_pages) == len(pages) == len(order.dst_pages):
-            raise Broken(f"{key}: {len(order.src_pages)} pages go into {len(pages)}")
-        instance = self.instances[place.instance].side
-        mine = local_shards(self.shape, PAGE_SIZE, instance, instance.coord(place.rank))[share.segment]
-        lowest = mine.head_lo + share.src_head
-        if not (mine.layer_lo <= key.lo < key.hi <= mine.layer_hi and lowest + share.heads <= mine.head_hi):
-            raise Broken(f"{write.writer} sends {key} of {share}, and holds {mine}")
-        if mine.segment.state:
-            values = [self.items[write.writer, share.segment, item] for item in order.src_pages.tolist()]
-        else:
-            values = [self.source[write.writer, page] for page in order.src_pages.tolist()]
-        self._check_planned(room, write, [position for _, position in values])
-        for (number, position), dst in zip(values, pages.tolist(), strict=True):
-            for layer in range(key.lo, key.hi):
-                for head in range(share.heads):
-                    cell = (share.segment, layer, dst, share.dst_head + head)
-                    if cell in room.written:
-                        raise Broken(f"{room.reader} {cell} is written twice")
-                    room.written[cell] = (number, position, share.segment, layer, lowest + head)
-
-    def _check_planned(self, room: Expected, write: Write, positions: list[int]) -> None:
-        """Checks that the plan contains this writer, these heads, layers and pages."""
-        share, key, place = write.order.share, write.order.key, place_of(write.writer)
-        inputs, reader = self.inputs_of(room.instance), place_of(room.reader).rank
-        state = write.order.kind is PartKind.STATE
-        planned = (state_slices_to_reader if state else slices_to_reader)(inputs, room.room, reader)
-        if place.instance != room.instance or key.writer != place.rank or share not in planned:
-            raise Broken(f"{write.writer} sends {key} of {share}, which is not planned")
-        if share.writer != place.rank or not share.layer_lo <= key.lo < key.hi <= share.layer_hi:
-            raise Broken(f"{write.writer} sends {key} as {share}")
-        if state:
-            return
-        cells = writer_cells(inputs, room.room, place.rank, reader, room.total_pages, room.prefix_pages)
-        owed = {cell.index: list(range(cell.first, cell.first + cell.count)) for cell in cells}
-        if positions != owed.get(key.chunk):
-            raise Broken(f"{write.writer} sends {key} with pages {positions}, and owes {owed.get(key.chunk)}")
+    def _store(self, room: Expected, order: ev.Transfer) -> None:
+        if not room.cover(order.kind, order.key):
+            raise Broken(f"{order.kind.name} {order.key} of room {room.room} is written twice")
 
     # ---- results reported to the engines --------------------------------------------------------------------------
 
@@ -358,11 +353,10 @@ class Oracle:
             self.prefixes[name, action.room] = action.prefix_tokens
             return
         room = self._latest(name, action.room)
-        if room.state.finished and action.state is not RoomState.BOOTSTRAPPING:
-            raise Broken(f"{name} room {room.room} goes from {room.state.label} to {action.state.label}")
-        room.state, room.failure = action.state, action.failure
         if action.state is RoomState.SUCCESS:
-            self._check_success(room)
+            self.plan_of(room)
+        room.change(action.state)
+        room.failure = action.failure
 
     def _check_received(self, name: str, number: int) -> None:
         """Checks that as many decode ranks have received a room as one dp group has, unless one has ended since."""
@@ -372,31 +366,6 @@ class Oracle:
         if len(received) < expected <= len({room.reader for room in opened}):
             raise Broken(f"{name} ends room {number} with Success, and only {sorted(received)} has received it")
 
-    def _check_success(self, room: Expected) -> None:
-        wanted = self.wanted(room)
-        if room.written != wanted:
-            raise Broken(f"room {room.room} succeeds with {len(room.written)} of {len(wanted)} cells in place")
-        if room.aux_written != (room.aux_index >= 0):
-            raise Broken(f"room {room.room} succeeds with {room.aux_written} aux rows")
-
-    def wanted(self, room: Expected) -> dict[Cell, Value]:
-        """Returns the expected final contents of a decode rank's pages and items for one room."""
-        coord: RankCoord = self.decode.coord(place_of(room.reader).rank)
-        wanted: dict[Cell, Value] = {}
-        lists = iter(room.items)
-        for mine in local_shards(self.shape, PAGE_SIZE, self.decode, coord):
-            if mine.segment.state:
-                places = list(enumerate(next(lists, [])))
-            else:
-                places = [] if room.prefill_only else list(enumerate(room.pages, room.prefix_pages))
-            segment = mine.segment.index
-            for layer in range(mine.layer_lo, mine.layer_hi):
-                for position, page in places:
-                    for head in range(mine.head_lo, mine.head_hi):
-                        cell = (segment, layer, page, head - mine.head_lo)
-                        wanted[cell] = (room.room, position, segment, layer, head)
-        return wanted
-
     def released(self, name: str, number: int) -> None:
         if place_of(name).role == "prefill":
             self.sent_released.add((name, number))
@@ -405,9 +374,7 @@ class Oracle:
                     raise Broken(f"{name} releases room {number} while {write.order.key} is in flight")
             return
         room = self._latest(name, number)
-        if room.released:
-            raise Broken(f"{name} releases room {number} twice")
-        room.released = True
+        room.release()
         for write in self.flying:
             if self.target(write) is room:
                 raise Broken(f"{name} releases room {number} while {write.order.key} is in flight")
@@ -415,6 +382,73 @@ class Oracle:
     def _latest(self, name: str, number: int) -> Expected:
         """Returns the latest room with this number at one decode rank."""
         return [room for room in self.rooms.values() if room.reader == name and room.room == number][-1]
+
+
+def check_plan(inputs: PlanInputs, call: ev.OpenRoom, reader: int, plan: RoomPlan) -> None:
+    """Checks that a plan fills each cell of a decode rank's shards once, from the same cell of a writer's shard.
+
+    The decode engine's pages and items and the shards alone determine the expected cells, not the slices and chunks of
+    the layout.
+
+    Raises:
+        Broken: a cell is missing, wrong or written twice, a writer does not have it, or the aux row is not planned.
+    """
+    shape, page_size = inputs.shape, inputs.page_size
+    shards = local_shards(shape, page_size, inputs.decode, inputs.decode.coord(reader))
+    prompt = range(call.prefix_pages, call.total_pages)
+    pages = {} if call.prefill_only else dict(zip(prompt, call.pages.tolist(), strict=False))
+    items = iter(call.states)
+    wanted: dict[Cell, Value] = {}
+    for mine in shards:
+        places = dict(enumerate(next(items, np.empty(0, np.int32)).tolist())) if mine.segment.state else pages
+        wanted |= _cells(mine, range(mine.layer_lo, mine.layer_hi), places, 0, range(mine.head_lo, mine.head_hi))
+    written: dict[Cell, Value] = {}
+    for kind, key in _parts(plan):
+        planned = plan.find(kind, key)
+        assert planned is not None
+        share, chunk = planned.share, planned.chunk
+        assert share is not None
+        theirs = local_shards(shape, page_size, inputs.prefill, inputs.prefill.coord(key.writer))[share.segment]
+        heads = range(theirs.head_lo + share.src_head, theirs.head_lo + share.src_head + share.heads)
+        inside = theirs.head_lo <= heads.start < heads.stop <= theirs.head_hi
+        if (share.writer, share.reader) != (key.writer, reader) or not (
+            inside and theirs.layer_lo <= key.lo < key.hi <= theirs.layer_hi
+        ):
+            raise Broken(f"writer {key.writer} is to send {key} of room {call.room} as {share}, and holds {theirs}")
+        positions = range(len(planned.pages)) if chunk is None else range(chunk.first, chunk.end)
+        places = dict(zip(positions, planned.pages.tolist(), strict=True))
+        part = _cells(shards[share.segment], range(key.lo, key.hi), places, share.dst_head, heads)
+        if twice := part.keys() & written.keys():
+            raise Broken(f"room {call.room} at decode rank {reader}: {min(twice)} is planned twice, again in {key}")
+        written |= part
+    if written != wanted:
+        differ = min(cell for cell in written.keys() | wanted.keys() if written.get(cell) != wanted.get(cell))
+        text = f"{differ} is planned as {written.get(differ)} instead of {wanted.get(differ)}"
+        raise Broken(f"room {call.room} at decode rank {reader}: {text}")
+    rows = [planned.pages.tolist() for (kind, _), planned in plan.finals.items() if kind is PartKind.AUX]
+    if rows != ([[call.aux_index]] if call.aux_index >= 0 else []):
+        raise Broken(f"room {call.room} at decode rank {reader}: aux rows {rows} are planned, not {call.aux_index}")
+
+
+def _parts(plan: RoomPlan) -> Iterator[tuple[PartKind, PartKey]]:
+    """Yields the parts of a plan but the aux row, those of KV by layer."""
+    for (writer, chunk), layers in plan.layers.items():
+        for layer in range(layers.bit_length()):
+            if layers >> layer & 1:
+                yield PartKind.KV, PartKey(writer, chunk, layer, layer + 1)
+    yield from ((kind, key) for kind, key in plan.finals if kind is PartKind.STATE)
+
+
+def _cells(
+    mine: LocalShard, layers: range, places: Mapping[int, int], first_head: int, heads: range
+) -> dict[Cell, Value]:
+    """Returns the cells of a reader's shard for layers, pages by position, and heads, `first_head` in its pool."""
+    return {
+        (mine.segment.index, layer, page, first_head + head - heads.start): (position, head)
+        for layer in layers
+        for position, page in places.items()
+        for head in heads
+    }
 
 
 def _reader(write: Write) -> tuple[str, int]:

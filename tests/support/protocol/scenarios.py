@@ -190,11 +190,11 @@ def reopen(world: World) -> None:
         if room.released and room.state is RoomState.FAILED and room.failure["text"].endswith("recalled its pages"):
             world.receive(
                 room.room,
-                room.total_pages,
-                reader=int(room.reader.rpartition("-")[2]),
-                prefix=room.prefix_pages,
-                aux=room.aux_index,
+                room.opening.total_pages,
+                reader=place_of(room.reader).rank,
+                prefix=room.opening.prefix_pages,
+                aux=room.opening.aux_index,
                 instance=room.instance,
-                states=[len(items) for items in room.items],
-                prefill_only=room.prefill_only,
+                states=[len(items) for items in room.opening.states],
+                prefill_only=room.opening.prefill_only,
             )

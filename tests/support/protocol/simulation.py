@@ -89,7 +89,7 @@ def registry(instance: int) -> str:
 
 
 def telemetry(name: str, role: Literal["prefill", "decode"]) -> Telemetry:
-    return Telemetry(name, role, history=8, timeline_events=0, recorder_events=256)
+    return Telemetry(name, role)
 
 
 class World(Oracle):  # type: ignore[misc]
@@ -148,6 +148,7 @@ class World(Oracle):  # type: ignore[misc]
                 self._start(name)
         for rank in range(self.decode.size):
             self._start(f"decode-{rank}")
+        self.agents = len(self.machines)
 
     # ---- processes --------------------------------------------------------------------------------------------
 
@@ -279,9 +280,7 @@ class World(Oracle):  # type: ignore[misc]
         nonce = nonce if nonce is not None else 1000 + len(self.rooms)
         first = first_page if first_page is not None else 100 * (1 + len(self.rooms))
         indices = list(range(first, first + pages - prefix + extra))
-        items = tuple(list(range(first + 7, first + 7 + count)) for count in states)
-        expected = Expected(room, nonce, name, indices, prefix, pages, aux, instance, items, prefill_only)
-        self.rooms[name, room, nonce] = expected
+        items = tuple(np.arange(first + 7, first + 7 + count, dtype=np.int32) for count in states)
         event = ev.OpenRoom(
             room,
             nonce,
@@ -290,12 +289,12 @@ class World(Oracle):  # type: ignore[misc]
             pages,
             aux,
             registry(instance),
-            tuple(np.array(numbers, np.int32) for numbers in items),
+            items,
             prefill_only or bool(refusal),
             refusal=refusal,
         )
         self.feed(name, event)
-        return expected
+        return self.rooms[name, room, nonce]
 
     def send(
         self,
@@ -465,13 +464,21 @@ class World(Oracle):  # type: ignore[misc]
 
     # ---- schedules ----------------------------------------------------------------------------------------------
 
-    def ready(self) -> list[int]:
+    def ready(self) -> Sequence[int]:
         """Returns the indices of the items in the pool that may happen now."""
-        return [
-            place
-            for place, item in enumerate(self.pool)
-            if item.to not in self.paused and (item.kind == "message" or item.to in self.machines)
-        ]
+        if not self.paused and len(self.machines) == self.agents:
+            return range(len(self.pool))
+        return [place for place, item in enumerate(self.pool) if self._may_happen(item)]
+
+    def _may_happen(self, item: Item) -> bool:
+        return item.to not in self.paused and (item.kind == "message" or item.to in self.machines)
+
+    def _next(self) -> bool:
+        """Executes the first item that can happen; returns False if none can."""
+        place = next((place for place, item in enumerate(self.pool) if self._may_happen(item)), None)
+        if place is not None:
+            self.happen(self.pool.pop(place))
+        return place is not None
 
     def settle(self, *, ticks: int = 400, until: Callable[[], bool] | None = None) -> None:
         """Executes all items in order, and lets time pass when no item can happen, until a condition holds.
@@ -485,8 +492,8 @@ class World(Oracle):  # type: ignore[misc]
         """
         until = until or self.over
         for _ in range(ticks):
-            while places := self.ready():
-                self.happen(self.pool.pop(places[0]))
+            while self._next():
+                pass
             if until():
                 return
             self.tick(self.timing.resend_ns)
@@ -494,8 +501,8 @@ class World(Oracle):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Executes all items that can happen without letting time pass."""
-        while places := self.ready():
-            self.happen(self.pool.pop(places[0]))
+        while self._next():
+            pass
 
     def stir(
         self, dice: random.Random, steps: int, *, loss: float = 0.0, copies: float = 0.0, delay: float = 0.02

@@ -14,6 +14,8 @@ from kvctl_agent.protocol.events import StateChanged
 from tests.support.http_answers import serving
 from tests.support.sglang.cases import Room
 
+_ENDED_S = 20.0
+
 
 def sleep_and_wake(scheduler: Any) -> None:
     """Releases the pool's memory from the transfer engine and takes it again, as release/resume_memory_occupation."""
@@ -43,8 +45,12 @@ def dtypes(scheduler: Any) -> dict[str, str]:
 
 
 def request_ids(scheduler: Any) -> list[str | None]:
-    """Returns what the agent shows as ids of the requests whose rooms have ended."""
-    return [row["request_id"] for row in scheduler.kv_manager.agent.observe.history()]
+    """Returns what the agent shows as ids of the requests, once its rooms have ended: a success is told before that."""
+    observe, deadline_s = scheduler.kv_manager.agent.observe, time.monotonic() + _ENDED_S
+    while observe.rooms():
+        assert time.monotonic() < deadline_s, "rooms that have succeeded do not end"
+        time.sleep(0.01)
+    return [row["request_id"] for row in observe.history()]
 
 
 def serve(scheduler: Any, rooms: list[Room]) -> list[tuple[str, str]]:

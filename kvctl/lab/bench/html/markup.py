@@ -1,4 +1,4 @@
-"""Builds HTML and SVG elements with escaped text, and formats numbers for the report.
+"""Builds HTML elements with escaped text, and formats numbers for the report.
 
 Names of models, agents and paths come from other machines and are untrusted. Text that is not `Markup` is escaped, and
 control characters, bidirectional characters and lone surrogates, most of which HTML and XML cannot contain, are
@@ -15,17 +15,13 @@ from typing import Any
 from kvctl.render import units
 from kvctl.render.sanitize import printable_lines
 
-FONT_SIZE = 11.5
-# Average width of a character of the charts' font relative to its size. Digits and capitals are wider than average.
-_CHARACTER = 0.57
 _VOID = frozenset({"meta"})
 
 Child = str | None
-Attribute = str | float | None
 
 
 class Markup(str):
-    """Text that is already valid HTML or SVG and is not escaped again."""
+    """Text that is already valid HTML and is not escaped again."""
 
     __slots__ = ()
 
@@ -35,32 +31,21 @@ def escape(text: str) -> Markup:
     return text if isinstance(text, Markup) else Markup(html.escape(printable_lines(text)))
 
 
-def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """Returns one HTML or SVG element as well-formed XML.
+def tag(name: str, /, *children: Child, **attributes: str | None) -> Markup:
+    """Returns one HTML element as well-formed XML.
 
     Args:
         name: Name of the element.
         children: Content of the element, text or markup; None is skipped.
-        attributes: Attributes of the element, with `class_` for `class` and `stroke_width` for `stroke-width`; None is
-            skipped; numbers are rounded to two decimals.
+        attributes: Attributes of the element, with `class_` for `class`; None is skipped.
     """
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
+    written = "".join(f' {key.rstrip("_")}="{escape(value)}"' for key, value in attributes.items() if value is not None)
     return Markup(f"<{name}{written} />" if name in _VOID else f"<{name}{written}>{joined(*children)}</{name}>")
 
 
 def joined(*children: Child) -> Markup:
     """Concatenates text, which is escaped, and markup; None is skipped."""
     return Markup("".join(escape(child) for child in children if child is not None))
-
-
-def _attribute(value: str | float) -> str:
-    if isinstance(value, str):
-        return escape(value)
-    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -90,19 +75,9 @@ def significant(value: float | None) -> str:
     return units.three_digits(value) if value == 0 or abs(value) >= 0.0995 else f"{value:.2g}"
 
 
-def grouped(value: float) -> str:
-    """Formats a number with thousands separators: `1,024`, or `1,024.5` if it is not whole."""
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
-
-
 def milliseconds(value: float | None) -> str:
     """Formats a time given in milliseconds, in a suitable unit: `78 µs`, `20.4 ms`, `1.2 s`."""
     return units.duration(None if value is None else value * 1e6)
-
-
-def times(value: float) -> str:
-    """Formats a factor and a multiplication sign, such as "5.2 x" or "180 x"."""
-    return f"{value:.1f} \N{MULTIPLICATION SIGN}" if value < 9.95 else f"{value:,.0f} \N{MULTIPLICATION SIGN}"
 
 
 def time_unit(max_ms: float) -> tuple[str, float]:
@@ -110,14 +85,3 @@ def time_unit(max_ms: float) -> tuple[str, float]:
     if max_ms < 1:
         return "µs", 1e3
     return ("s", 1e-3) if max_ms >= 10_000 else ("ms", 1.0)
-
-
-def text_width(text: str, size: float = FONT_SIZE) -> float:
-    """Estimates the width of a text in a chart's units; ordinary words are not wider than the estimate."""
-    return len(text) * size * _CHARACTER
-
-
-def fitted(text: str, width: float, size: float = FONT_SIZE) -> str:
-    """Shortens a text with an ellipsis if its estimated width exceeds `width`."""
-    most = max(1, int(width / (size * _CHARACTER)))
-    return text if len(text) <= most else text[: most - 1] + "…"

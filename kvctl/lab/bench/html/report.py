@@ -1,21 +1,28 @@
-"""The report page: headline, key figures and table of results; the charts come from `plots` and `waterfall`."""
+"""The report page: headline, key figures and table of results; the charts come from `sections`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 from kvctl.lab.bench.html.charts import Level
-from kvctl.lab.bench.html.markup import Markup, joined, lookup, milliseconds, significant, tag, times
-from kvctl.lab.bench.html.plots import busy_engines, exposed, latencies, rings, rooflines, stages, throughput
-from kvctl.lab.bench.html.series import DIMENSIONS, Run, Series, load_of, load_text, series_of, varied_dimensions
-from kvctl.lab.bench.html.waterfall import waterfalls
-from kvctl.lab.bench.timelines import ReportData
+from kvctl.lab.bench.html.markup import Markup, joined, lookup, milliseconds, significant, tag
+from kvctl.lab.bench.html.sections import (
+    Run,
+    busy_engines,
+    exposed,
+    latencies,
+    load_text,
+    rooflines,
+    stages,
+    throughput,
+)
+from kvctl.lab.bench.html.sections import waterfalls as room_waterfalls
+from kvctl.lab.bench.timelines import RoomTimeline
 from kvctl.lab.bench.variants import pages_text
-from kvctl.lab.bench.views import BENCH, rounds_text
+from kvctl.lab.bench.views import BENCH, DIMENSIONS, contestants, distinguishing, rounds_text, shape_words
 from kvctl.render import units
 from kvctl.render.view import Column, Kind, Width
 
@@ -24,29 +31,32 @@ _TEXT_KINDS = (Kind.TEXT, Kind.FLAG, Kind.LIST, Kind.MAP)
 _VERDICT_CLASSES = {"True": "good", "False": "bad", "PASS": "good", "FAIL": "bad"}
 
 
-def render(report: ReportData) -> str:
+def render(document: Mapping[str, Any], waterfalls: Sequence[RoomTimeline], command: str, started_at: str) -> str:
     """Returns the report as an HTML page, to be written as UTF-8; sections without data are left out.
 
     Args:
-        report: Data of the report; `{"document": json.load(file)}` suffices for a saved result.
+        document: Result of `kvctl bench --save`.
+        waterfalls: A typical room of each path and pipeline setting.
+        command: Command line that was run.
+        started_at: Start time as text, such as `2026-11-20 12:49:42 UTC`.
     """
-    document = report["document"]
-    found = document.get("runs")
-    runs: Sequence[Run] = [run for run in found if isinstance(run, Mapping)] if isinstance(found, list | tuple) else []
+    runs: Sequence[Run] = document["runs"]
     levels = rooflines(document)
-    title = _title(document, runs)
+    model, transports = document["shape"]["model"], " and ".join(_distinct(runs, "transport"))
+    title = f"KV-cache transfer{f' of {model}' if model else ''} over {transports}"
+    lines = [tag("p", text, class_="what") for text in (_setup(document, runs), started_at)]
+    top = tag("div", tag("h1", title), _verdict(document, runs), class_="top")
     body = tag(
         "main",
-        _header(title, report, runs, levels),
+        tag("header", top, *lines, _cards(runs, levels)),
         _results(runs),
         throughput(runs, levels),
         busy_engines(runs),
-        latencies(runs),
+        *latencies(runs),
         exposed(runs),
-        waterfalls(report.get("waterfalls", ())),
+        room_waterfalls(waterfalls),
         stages(runs),
-        rings(report.get("rings", ())),
-        _provenance(report),
+        _provenance(document, command),
     )
     head = tag(
         "head",
@@ -62,58 +72,21 @@ def render(report: ReportData) -> str:
 # ---- headline -------------------------------------------------------------------------------------------------------
 
 
-def _header(title: str, report: ReportData, runs: Sequence[Run], levels: Sequence[Level]) -> Markup:
-    """Returns the head of the page: title, setup, verdict and key figures."""
-    document = report["document"]
-    lines = [tag("p", text, class_="what") for text in (_setup(document, runs), report.get("started_at", "")) if text]
-    top = tag("div", tag("h1", title), _verdict(document, runs), class_="top")
-    return tag("header", top, *lines, _cards(runs, levels))
-
-
-def _title(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    transports = _distinct(runs, "transport")
-    model = _shape(document).get("model")
-    return (
-        "KV-cache transfer"
-        + (f" of {model}" if model else "")
-        + (f" over {' and '.join(transports)}" if transports else "")
-    )
-
-
-def _shape(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    shape = document.get("shape")
-    return shape if isinstance(shape, Mapping) else {}
-
-
 def _setup(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    words = [f"preset {document['preset']}"] if document.get("preset") else []
-    layouts = dict.fromkeys((run.get("prefill"), run.get("decode")) for run in runs)
-    words += [f"prefill {prefill} → decode {decode}" for prefill, decode in layouts if prefill and decode]
-    words += _geometry(_shape(document))
-    words += dict.fromkeys(pages_text(run) for run in runs if "page_size" in run)
-    if devices := _distinct(runs, "device"):
-        words.append(f"on {' and '.join(devices)}")
-    rooms = sum(int(lookup(run, "rooms") or 0) for run in runs)
-    if rooms:
-        words.append(f"{units.count(rooms)} rooms in {len(runs)} run{'s' * (len(runs) > 1)}")
+    words = [f"preset {document['preset']}"] if "preset" in document else []
+    words += dict.fromkeys(f"prefill {run['prefill']} → decode {run['decode']}" for run in runs)
+    words += shape_words(document["shape"])
+    words += dict.fromkeys(pages_text(run) for run in runs)
+    words.append(f"on {' and '.join(_distinct(runs, 'device'))}")
+    rooms = sum(run["rooms"] for run in runs)
+    words.append(f"{units.count(rooms)} rooms in {len(runs)} run{'s' * (len(runs) > 1)}")
     return " · ".join(words)
 
 
-def _geometry(shape: Mapping[str, Any]) -> Iterator[str]:
-    """Yields descriptions of the model's layers and heads, as far as the document has them."""
-    if "layers" in shape:
-        yield f"{shape['layers']} layers"
-    if shape.get("kind") == "mla":
-        yield f"latents of {shape.get('head_dim')} {shape.get('dtype', '')}".rstrip()
-    elif "kv_heads" in shape and "head_dim" in shape:
-        dims = dict.fromkeys((shape["head_dim"], shape.get("v_head_dim", shape["head_dim"])))
-        yield f"{shape['kv_heads']} KV heads of {' and '.join(map(str, dims))} {shape.get('dtype', '')}".rstrip()
-
-
 def _verdict(document: Mapping[str, Any], runs: Sequence[Run]) -> Markup:
-    failed = sum(int(lookup(run, "failed") or 0) for run in runs)
-    verified = document.get("verified")
-    if verified is True:
+    failed = sum(run["failed"] for run in runs)
+    verified = document["verified"]
+    if verified:
         return tag("p", "✓ every byte verified", class_="verdict good")
     if verified is False:
         more = f", {units.count(failed)} rooms failed" if failed else ""
@@ -126,41 +99,32 @@ def _cards(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
 
     Only the speedup, which the rounds show, is one of a setting. None if no run has a throughput.
     """
-    moving = [(each, run) for each in series_of(runs) for run in each.runs if lookup(run, "gb_per_s")]
+    moving = [(lookup(run, "gb_per_s") or 0.0, run) for run in runs if lookup(run, "gb_per_s")]
     if not moving:
         return None
-    run = max((each for _, each in moving), key=lambda each: lookup(each, "gb_per_s") or 0.0)
-    rate = lookup(run, "gb_per_s") or 0.0
+    rate, run = max(moving, key=lambda each: each[0])
     cards = [_card(f"{significant(rate)} GB/s", "highest throughput", load_text(run))]
     # The limits closest to the measured rate are the most informative.
     nearest = sorted(levels, key=lambda level: abs(math.log(rate / level.value)))[:_MAX_ROOFLINE_CARDS]
     for level in (level for level in levels if level in nearest):
         cards.append(_card(units.percent(rate / level.value), f"of {level.label}", "highest throughput"))
-    speedup = _speedup(moving)
-    if speedup is not None:
-        cards.append(speedup)
-    timed = [each for _, each in moving if lookup(each, "latency_ms", "p50")]
+    names = contestants(runs)
+    faster = [
+        (ratio, name, run)
+        for name, run in zip(names, runs, strict=True)
+        if run.get("delta_significant") and (ratio := lookup(run, "delta_ratio"))
+    ]
+    if faster:
+        # The change is that against the first run of the load.
+        ratio, name, run = max(faster, key=lambda each: each[0])
+        first = next(each for each, other in zip(names, runs, strict=True) if load_text(other) == load_text(run))
+        times = f"{significant(1 + ratio)} \N{MULTIPLICATION SIGN}"
+        cards.append(_card(times, f"{name} against {first}", f"throughput, {load_text(run)}"))
+    timed = [(p50, run) for _, run in moving if (p50 := lookup(run, "latency_ms", "p50"))]
     if timed:
-        run = min(timed, key=lambda each: lookup(each, "latency_ms", "p50") or 0.0)
-        p50 = milliseconds(lookup(run, "latency_ms", "p50"))
-        cards.append(_card(p50, "lowest median latency", load_text(run)))
+        p50, run = min(timed, key=lambda each: each[0])
+        cards.append(_card(milliseconds(p50), "lowest median latency", load_text(run)))
     return tag("div", *cards, class_="cards")
-
-
-def _speedup(runs: Sequence[tuple[Series, Run]]) -> Markup | None:
-    """Returns a card with the largest speedup over the first run of the same load that the rounds show; None without.
-
-    The table's Δ columns refer to the same first run.
-    """
-    found: list[tuple[float, Series, Series, Run]] = []
-    for series, run in runs:
-        first, base = next(each for each in runs if load_of(each[1]) == load_of(run))
-        if first is not series and run.get("delta_significant"):
-            found.append(((lookup(run, "gb_per_s") or 0.0) / (lookup(base, "gb_per_s") or 1.0), series, first, run))
-    if not found:
-        return None
-    factor, series, first, run = max(found, key=lambda each: each[0])
-    return _card(times(factor), f"{series.label} against {first.label}", f"throughput, {load_text(run)}")
 
 
 def _card(value: str, name: str, detail: str) -> Markup:
@@ -168,19 +132,15 @@ def _card(value: str, name: str, detail: str) -> Markup:
 
 
 def _distinct(runs: Sequence[Run], name: str) -> list[str]:
-    return list(dict.fromkeys(str(run[name]) for run in runs if run.get(name) not in (None, "")))
+    return list(dict.fromkeys(str(run[name]) for run in runs))
 
 
 # ---- the table of results -------------------------------------------------------------------------------------------
 
 
-def _results(runs: Sequence[Run]) -> Markup | None:
+def _results(runs: Sequence[Run]) -> Markup:
     """Returns the table of all runs with the columns of the terminal's table; columns without values are left out."""
-    if not runs:
-        return None
-    columns = [
-        column for column in _columns(runs) if any(_text(column, run) not in {units.UNKNOWN, ""} for run in runs)
-    ]
+    columns = [column for column in _columns(runs) if any(column.human(run) not in {units.UNKNOWN, ""} for run in runs)]
     head = tag("tr", *(tag("th", column.title, scope="col", class_=_class(column)) for column in columns))
     body = [tag("tr", *(_cell(column, run) for column in columns)) for run in runs]
     whole = tag("table", tag("thead", head), tag("tbody", *body))
@@ -188,32 +148,19 @@ def _results(runs: Sequence[Run]) -> Markup | None:
     return tag("section", tag("h2", "Results"), tag("div", whole, class_="table", tabindex="0"), *notes)
 
 
-def _columns(runs: Sequence[Run]) -> Iterator[Column]:
-    """Yields the columns of the terminal's table, with the fields in which the runs differ after the path."""
-    declared = {column.name: column for column in BENCH.columns}
-    for column in BENCH.columns:
-        if column.name not in DIMENSIONS or column.name == "path":
-            yield column
-        if column.name == "path":
-            apart = (name for name in varied_dimensions(runs) if name != "path")
-            # Shown in print, too, where wide columns are left out.
-            yield from (replace(declared.get(name, Column(name)), width=Width.CORE) for name in apart)
-        if column.name == "tokens" and len({run.get("ratio") for run in runs}) > 1:
-            yield Column("ratio", kind=Kind.NUMBER, header="TRANSFER : COMPUTE")
-
-
-def _text(column: Column, run: Run) -> str:
-    try:
-        return column.human(run)
-    except (KeyError, TypeError, ValueError):
-        return units.UNKNOWN  # the document is older than the column
+def _columns(runs: Sequence[Run]) -> list[Column]:
+    """Returns the columns of the terminal's table without the fields in which no runs differ, and those it lacks."""
+    varied = ("path", *distinguishing(runs), *(["ratio"] if len({run.get("ratio") for run in runs}) > 1 else []))
+    columns = [column for column in BENCH.columns if column.name in varied or column.name not in DIMENSIONS]
+    known = {column.name for column in columns}
+    return columns + [Column(name) for name in dict.fromkeys(varied) if name not in known]
 
 
 def _cell(column: Column, run: Run) -> Markup:
     classes = [_class(column)]
     if column.styles is not None:
         classes.append(_VERDICT_CLASSES.get(str(column.value(run)), ""))
-    return tag("td", _text(column, run), class_=" ".join(filter(None, classes)))
+    return tag("td", column.human(run), class_=" ".join(filter(None, classes)))
 
 
 def _class(column: Column) -> str:
@@ -224,20 +171,13 @@ def _class(column: Column) -> str:
 # ---- provenance -----------------------------------------------------------------------------------------------------
 
 
-def _provenance(report: ReportData) -> Markup | None:
-    """Returns the section with the command line, the traffic and the environment; None if none of them is known."""
-    found = (report["document"].get(name) for name in ("traffic", "env"))
-    facts = [(str(key), _fact(value)) for known in found if isinstance(known, Mapping) for key, value in known.items()]
-    listed = joined(*(tag("div", tag("dt", key), tag("dd", value)) for key, value in facts if value))
-    command = report.get("command")
-    if not listed and not command:
-        return None
-    return tag(
-        "section",
-        tag("h2", "How it was measured"),
-        tag("pre", tag("code", command)) if command else None,
-        tag("dl", listed) if listed else None,
+def _provenance(document: Mapping[str, Any], command: str) -> Markup:
+    """Returns the section with the command line, the traffic and the environment."""
+    facts = {**document.get("traffic", {}), **document["env"]}
+    listed = (
+        tag("div", tag("dt", str(key)), tag("dd", text)) for key, value in facts.items() if (text := _fact(value))
     )
+    return tag("section", tag("h2", "How it was measured"), tag("pre", tag("code", command)), tag("dl", *listed))
 
 
 def _fact(value: object) -> str:

@@ -1,52 +1,51 @@
-"""Hooks on SGLang's managers, senders, receivers and staging classes, which record events in an `EventBuffer`.
+"""Hooks on SGLang's managers, senders, receivers and staging classes, which add events to an `EventQueue`.
 
 A hook runs on SGLang's thread before or after the hooked method and changes neither its arguments nor its result. It
-takes no lock and waits for nothing. One that fails is removed, with one line in the log; SGLang does not notice.
+waits for nothing. One that fails is removed, with one line in the log; SGLang does not notice.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping
+from time import monotonic_ns as now_ns
 from typing import Any
 
-from msgspec.structs import replace
-
-from kvctl_agent.integrations.sglang.observe.events import (
-    Accepted,
-    Begun,
-    ChunkLanded,
-    ChunkReady,
-    Cleared,
-    EventBuffer,
-    Failed,
-    GateWait,
-    PagesAnnounced,
-    PartSent,
-    RegionFreed,
-    RegionGranted,
-    RegionRefused,
-    ServerAnswered,
-    ServerLost,
-    StatusChanged,
-    WorkerState,
-    Writer,
-    WriterDone,
-    WritersKnown,
-    now_ns,
-)
+from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
+from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker, Writer
 from kvctl_agent.integrations.sglang.rank_names import prefill_name
 
 logger = logging.getLogger("kvctl")
 
-BUFFER = "_kvctl_events"
-"""Attribute of a manager that has its `EventBuffer`."""
+EVENTS = "_kvctl_events"
+"""Attribute of a manager that has its `EventQueue`."""
 
 _FAILED, _WAITING, _SUCCESS = 0, 2, 4  # KVPoll
 _OVERSIZED = -2  # StagingAllocator.ALLOC_OVERSIZED
+_MOST_LOOK_UPS = 256
 
-_worker = WorkerState()
+
+class _Worker(threading.local):
+    """State of a transfer worker's thread: the chunk that it works on, and what it has posted of it.
+
+    Attributes:
+        chunk: SGLang's TransferKVChunk; None outside a worker.
+        dequeued_ns: time at which the worker took it from its queue.
+        gated: whether the chunk had to wait for the ring.
+        posted: writes whose end the worker has not seen.
+    """
+
+    chunk: Any = None
+    dequeued_ns = 0
+    gated = False
+
+    def __init__(self) -> None:
+        self.posted: list[SentPart] = []
+
+
+_worker = _Worker()
 
 
 def before(target: type, method: str, hook: Callable[..., None]) -> None:
@@ -98,9 +97,9 @@ def _log_removed(target: type, method: str, error: Exception) -> None:
     logger.error("kvctl: hook on %s.%s removed: %s: %s", target.__name__, method, type(error).__name__, error)
 
 
-def buffer_of(manager: Any) -> EventBuffer:
-    buffer: EventBuffer = getattr(manager, BUFFER)
-    return buffer
+def events_of(manager: Any) -> EventQueue:
+    events: EventQueue = getattr(manager, EVENTS)
+    return events
 
 
 # ---- both roles ------------------------------------------------------------------------------------------------
@@ -108,40 +107,41 @@ def buffer_of(manager: Any) -> EventBuffer:
 
 def _update_status(manager: Any, bootstrap_room: int, status: int) -> None:
     # Before SGLang sets the status: another thread may clear the room as soon as it sees it.
-    buffer = buffer_of(manager)
+    events = events_of(manager)
     if status == _WAITING and (infos := getattr(manager, "transfer_infos", {}).get(bootstrap_room)):
-        endpoints = tuple(f"{info.endpoint}:{info.dst_port}" for info in list(infos.values()) if not info.is_dummy)
-        buffer.add(Accepted(now_ns(), bootstrap_room, endpoints))
-    buffer.add(StatusChanged(now_ns(), bootstrap_room, int(status)))
+        endpoints = [f"{info.endpoint}:{info.dst_port}" for info in list(infos.values()) if not info.is_dummy]
+        events.add(Tracker.accepted, now_ns(), bootstrap_room, endpoints)
+    events.add(Tracker.status_changed, now_ns(), bootstrap_room, int(status))
 
 
 def _record_failure(manager: Any, bootstrap_room: int, failure_reason: str) -> None:
-    buffer_of(manager).add(Failed(now_ns(), bootstrap_room, failure_reason, None))
+    events_of(manager).add(Tracker.failed, now_ns(), bootstrap_room, failure_reason)
 
 
 def _conclude_transfer(
     manager: Any, *, bootstrap_room: int, status: int, failure_reason: str | None = None, **_: Any
 ) -> None:
     if status == _FAILED and failure_reason:
-        buffer_of(manager).add(Failed(now_ns(), bootstrap_room, failure_reason, None))
+        events_of(manager).add(Tracker.failed, now_ns(), bootstrap_room, failure_reason)
 
 
 def _clear(end: Any) -> None:
-    buffer_of(end.kv_mgr).add(Cleared(now_ns(), end.bootstrap_room))
+    events = events_of(end.kv_mgr)
+    events.forget_waits(end.bootstrap_room)
+    events.add(Tracker.cleared, now_ns(), end.bootstrap_room)
 
 
 # ---- prefill ---------------------------------------------------------------------------------------------------
 
 
 def _sender_init(_: int, __: None, sender: Any, num_kv_indices: int, *___: Any, **____: Any) -> None:
-    buffer_of(sender.kv_mgr).add(Begun(now_ns(), sender.bootstrap_room, num_kv_indices))
+    events_of(sender.kv_mgr).add(Tracker.begun, now_ns(), sender.bootstrap_room, num_kv_indices)
 
 
 def _add_transfer_request(
     manager: Any, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool, *_: Any, **__: Any
 ) -> None:
-    chunk = ChunkReady(now_ns(), bootstrap_room, index_slice.start or 0, len(kv_indices), is_last_chunk)
-    buffer_of(manager).add(chunk)
+    events_of(manager).add(Tracker.chunk_ready, now_ns(), bootstrap_room, index_slice.start or 0, is_last_chunk)
 
 
 def _dequeued(_: int, chunk: Any, __: Any) -> None:
@@ -161,20 +161,16 @@ def _check_ready(
     session_id: str | None = None,
 ) -> None:
     ready, chunk, offset, ring_round, end = result
-    buffer = buffer_of(strategy.kv_manager)
-    key: tuple[int, int, str] = req.room, chunk, session_id or req.mooncake_session_id
-    endpoint = f"{req.endpoint}:{req.dst_port}"
+    events, endpoint = events_of(strategy.kv_manager), f"{req.endpoint}:{req.dst_port}"
+    key = req.room, chunk, endpoint
     if ready:
-        _worker.gated = buffer.waits.pop(key, None) is not None
+        _worker.gated = events.wait_over(key)
     elif offset == _OVERSIZED:
         reason = f"chunk {chunk} of {num_chunk_pages} pages exceeds the ring buffer of decode rank {endpoint}"
-        buffer.add(Failed(now_ns(), req.room, reason, None))
-        buffer.waits.pop(key, None)
+        events.add(Tracker.failed, now_ns(), req.room, reason)
+        events.wait_over(key)
     else:
-        known = buffer.waits.get(key)
-        if known is None or known.end != end:
-            since_ns = now_ns() if known is None else known.since_ns
-            buffer.waits[key] = GateWait(since_ns, endpoint, kv_chunk_index_start, num_chunk_pages, ring_round, end)
+        events.wait(now_ns(), key, num_chunk_pages, ring_round, end)
 
 
 def _sent(path: str) -> Callable[..., None]:
@@ -187,8 +183,7 @@ def _sent(path: str) -> Callable[..., None]:
         info = manager.decode_kv_args_table[session]
         is_synchronous = isinstance(result, int)
         end_ns = now_ns()
-        part = PartSent(
-            end_ns,
+        part = SentPart(
             chunk.room,
             chunk.index_slice.start or 0,
             len(chunk.prefill_kv_indices),
@@ -203,7 +198,7 @@ def _sent(path: str) -> Callable[..., None]:
         if not is_synchronous:
             _worker.posted.append(part)
         elif result == 0:
-            buffer_of(manager).add(part)
+            events_of(manager).add(Tracker.part_sent, end_ns, part)
 
     return sent
 
@@ -213,7 +208,7 @@ def _await_handles(_: int, result: tuple[bool, bool], manager: Any, *__: Any, **
     if settled and not any_failed:
         end_ns = now_ns()
         for part in _worker.posted:
-            buffer_of(manager).add(replace(part, at_ns=end_ns))
+            events_of(manager).add(Tracker.part_sent, end_ns, part)
     _worker.posted.clear()
 
 
@@ -222,17 +217,16 @@ def _await_handles(_: int, result: tuple[bool, bool], manager: Any, *__: Any, **
 
 def _receiver_init(_: int, __: None, receiver: Any, *___: Any, **____: Any) -> None:
     if getattr(receiver, "bootstrap_infos", None):
-        buffer = buffer_of(receiver.kv_mgr)
-        buffer.add(
-            WritersKnown(now_ns(), receiver.bootstrap_room, writers_of(receiver, buffer), receiver.require_staging)
-        )
+        events, staged = events_of(receiver.kv_mgr), bool(receiver.require_staging)
+        writers = writers_of(receiver, events)
+        events.add(Tracker.writers_known, now_ns(), receiver.bootstrap_room, writers, staged)
 
 
-def writers_of(receiver: Any, buffer: EventBuffer) -> tuple[Writer, ...]:
+def writers_of(receiver: Any, events: EventQueue) -> tuple[Writer, ...]:
     """Returns the prefill ranks that a receiver has looked up, in its order: by cp, then tp, then pp backwards."""
     info = receiver.prefill_info
     key = receiver.bootstrap_addr, receiver.prefill_dp_rank, receiver.target_tp_rank, id(receiver.bootstrap_infos[0])
-    found = buffer.writers.get(key)
+    found = events.writers.get(key)
     if found is None:
         coordinates = [
             (cp, tp, pp)
@@ -240,7 +234,7 @@ def writers_of(receiver: Any, buffer: EventBuffer) -> tuple[Writer, ...]:
             for tp in receiver.target_tp_ranks
             for pp in reversed(receiver.target_pp_ranks)
         ]
-        found = buffer.writers[key] = tuple(
+        found = events.writers[key] = tuple(
             Writer(
                 tp * info.pp_size * info.attn_cp_size + pp * info.attn_cp_size + cp,
                 f"{row['rank_ip']}:{row['rank_port']}",
@@ -250,8 +244,8 @@ def writers_of(receiver: Any, buffer: EventBuffer) -> tuple[Writer, ...]:
             )
             for row, (cp, tp, pp) in zip(receiver.bootstrap_infos, coordinates, strict=True)
         )
-        while len(buffer.writers) > 256:
-            del buffer.writers[next(iter(buffer.writers))]
+        while len(events.writers) > _MOST_LOOK_UPS:
+            del events.writers[next(iter(events.writers))]
     return found
 
 
@@ -267,8 +261,8 @@ def _send_metadata(
     **____: Any,
 ) -> None:
     if receiver.init_time is not None:  # else it could not be sent
-        event = PagesAnnounced(now_ns(), receiver.bootstrap_room, len(kv_indices), decode_prefix_len or 0)
-        buffer_of(receiver.kv_mgr).add(event)
+        pages, prefix = len(kv_indices), decode_prefix_len or 0
+        events_of(receiver.kv_mgr).add(Tracker.pages_announced, now_ns(), receiver.bootstrap_room, pages, prefix)
 
 
 def _apply_prefill_status(
@@ -277,16 +271,16 @@ def _apply_prefill_status(
     if bootstrap_room not in manager.request_status:
         return
     if status == _SUCCESS:
-        buffer_of(manager).add(WriterDone(now_ns(), bootstrap_room, prefill_rank))
+        events_of(manager).add(Tracker.writer_done, now_ns(), bootstrap_room, prefill_rank)
     elif status == _FAILED:
         reason = failure_reason or manager.DEFAULT_PREFILL_FAILURE_REASON
-        buffer_of(manager).add(Failed(now_ns(), bootstrap_room, reason, prefill_rank))
+        events_of(manager).add(Tracker.failed, now_ns(), bootstrap_room, reason, prefill_rank)
 
 
 def _handle_chunk_ready(_: int, handled: bool, manager: Any, msg: list[bytes]) -> None:
     if handled and int(msg[1]) in manager.request_status:
         rank = int(msg[6]) if len(msg) > 6 else None
-        buffer_of(manager).add(ChunkLanded(now_ns(), int(msg[1]), int(msg[2]), int(msg[4]), rank))
+        events_of(manager).add(Tracker.chunk_landed, now_ns(), int(msg[1]), int(msg[2]), int(msg[4]), rank)
 
 
 def _handle_staging_req(_: int, __: None, manager: Any, msg: list[bytes]) -> None:
@@ -297,21 +291,21 @@ def _handle_staging_req(_: int, __: None, manager: Any, msg: list[bytes]) -> Non
         return
     serial, offset = infos[chunk][:2]
     if serial >= 0:
-        buffer_of(manager).add(RegionGranted(now_ns(), room, chunk, pages, serial))
+        events_of(manager).add(Tracker.region_granted, now_ns(), room, chunk, pages, serial)
     elif offset == _OVERSIZED:
-        buffer_of(manager).add(RegionRefused(now_ns(), room, chunk, pages))
+        events_of(manager).add(Tracker.region_refused, now_ns(), room, chunk, pages)
 
 
 def _free_region(_: int, __: None, handler: Any, alloc_id: int, *___: Any) -> None:
-    buffer_of(handler.kv_manager).add(RegionFreed(now_ns(), alloc_id))
+    events_of(handler.kv_manager).add(Tracker.region_freed, now_ns(), alloc_id)
 
 
 def _server_answered(manager: Any, bootstrap_addr: str) -> None:
-    buffer_of(manager).add(ServerAnswered(now_ns(), bootstrap_addr))
+    events_of(manager).add(Tracker.server_answered, now_ns(), bootstrap_addr)
 
 
 def _server_lost(manager: Any, failed_bootstrap_addr: str) -> None:
-    buffer_of(manager).add(ServerLost(now_ns(), failed_bootstrap_addr))
+    events_of(manager).add(Tracker.server_lost, now_ns(), failed_bootstrap_addr)
 
 
 # ---- where they are put ----------------------------------------------------------------------------------------

@@ -1,36 +1,43 @@
-"""Starts an observer for each KV manager that SGLang creates: its thread, its telemetry and its admin socket."""
+"""Starts the observation of each KV manager that SGLang creates: its region, and the link to the observer's process."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
-from kvctl_agent.admin.queries import AdminQueries
-from kvctl_agent.admin.server import AdminServer
+import msgspec
+
+from kvctl_agent import rank_name
+from kvctl_agent.admin.publisher import DocumentPublisher
+from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.settings import load_settings
-from kvctl_agent.contract.snapshots import Integration, Role
+from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import ConfigError, RequestRefused
-from kvctl_agent.integrations.sglang import versions
+from kvctl_agent.integrations.sglang import scheduler_turns, versions
 from kvctl_agent.integrations.sglang.observe import hooks
-from kvctl_agent.integrations.sglang.observe.events import Event, EventBuffer
-from kvctl_agent.integrations.sglang.observe.observed_manager import OWNED_BY_SGLANG, ObservedManager
-from kvctl_agent.integrations.sglang.observe.tracker import RankShape, Tracker
-from kvctl_agent.integrations.sglang.rank_names import rank_axes, rank_name
+from kvctl_agent.integrations.sglang.observe.documents import builders
+from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
+from kvctl_agent.integrations.sglang.observe.manager_state import config_rows, description, shape_of
+from kvctl_agent.integrations.sglang.observe.tracker import Tracker
+from kvctl_agent.integrations.sglang.rank_names import rank_axes
+from kvctl_agent.observer.link import ObserverLink, new_region
 from kvctl_agent.runtime.liveness import host_name
+from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.engine_calls import SilentEngine
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.region import Document
 
 logger = logging.getLogger("kvctl")
 
-_PERIOD_S = 1.0
-_EVENTS_AT_ONCE, _PAUSE_S = 64, 1e-4  # the interpreter is kept for about 0.3 ms, then left to SGLang's threads
 _BACKENDS = ("nixl", "mooncake")
-_WHAT = {
+_REFUSED = {
     "abort": "its rooms: abort the request at the router or with the server's /abort_request",
     "release": "its staging ring, which it frees when the room ends",
     "forget": "its peers: it drops those that its heartbeats do not reach",
@@ -38,7 +45,9 @@ _WHAT = {
     "resume": "admission: put the server back into the router",
     "probe": "the connections of its transfer engine",
     "set": "its configuration: set it in the server's environment and restart it",
+    "inputs": "the transfer protocol, which records no inputs",
 }
+"""Why an action is refused: what SGLang owns."""
 
 
 def install() -> None:
@@ -84,7 +93,7 @@ def _hook_manager(manager_class: Any) -> None:
 
     @functools.wraps(construct)
     def constructed(manager: Any, *args: Any, **kwargs: Any) -> None:
-        setattr(manager, hooks.BUFFER, EventBuffer())  # before its threads run
+        setattr(manager, hooks.EVENTS, EventQueue())  # before its threads run
         construct(manager, *args, **kwargs)
         try:
             manager._kvctl_observer = Observer(manager).start()
@@ -107,150 +116,90 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
 }
 
 
+def _refuse(command: str, _: dict[str, Any]) -> NoReturn:
+    raise RequestRefused(ErrorCode.REFUSED, f"observe mode: SGLang owns {_REFUSED[command]}")
+
+
 class Observer:
-    """Telemetry, thread and admin socket of one observed manager.
+    """Region of one observed manager, and the link to the process that reads it.
 
     Attributes:
-        handlers: handlers of the admin commands, by name.
+        name: name of the rank.
 
     Raises:
         KvctlError: the environment has an invalid setting of kvctl.
     """
 
     def __init__(self, manager: Any) -> None:
-        import sglang
         from sglang.srt.runtime_context import get_serving
 
-        self._manager = manager
-        self._buffer = hooks.buffer_of(manager)
-        self._dropped = 0
-        self._reading = threading.Lock()
-        self._stopping = threading.Event()
-        settings = load_settings({})
         role: Role = manager.disaggregation_mode.value
-        self.name = rank_name(
-            role, rank_axes(manager), manager.attn_tp_rank, f"{manager.local_ip}:{get_serving().port}"
-        )
-        telemetry = Telemetry(
-            self.name,
-            role,
-            history=settings["history_rooms"],
-            failed=settings["failed_rooms"],
-            timeline_events=settings["timeline_events"],
-            recorder_events=settings["recorder_events"],
-        )
-        self._tracker = Tracker(self.name, shape_of(manager, role), telemetry)
-        integration: Integration = {
-            "engine": "sglang",
-            "engine_version": sglang.__version__,
-            "mode": "observe",
-            "settings": {},
-        }
-        clock = telemetry.clock
+        settings, shape = load_settings({}), shape_of(manager)
+        server = f"{manager.local_ip}:{get_serving().port}"
+        self.name = rank_name(role, rank_axes(manager), manager.attn_tp_rank, server)
+        self._manager = manager
+        self._events = hooks.events_of(manager)
+        clock = Clock()
         incarnation = clock.wall_ns(clock.now_ns()) >> 20 << 20 | secrets.randbits(20) | 1
-        queries = AdminQueries(
-            ObservedManager(
-                self.name,
-                manager,
-                self._buffer,
-                self._tracker,
-                host_name(settings["host"]),
-                integration,
-                incarnation,
-            )
-        )
-        reads = {name: self._up_to_date(handler) for name, handler in queries.handlers().items()}
-        self.handlers = {**reads, **_refusals()}
-        self.admin = AdminServer(
-            self.name,
-            self.handlers,
-            queries.hello,
-            metrics=telemetry.metrics,
-            recorder=telemetry.recorder,
-            clock=clock,
+        self.region = new_region(settings, self.name, role, incarnation, clock, logger.warning)
+        self._silence = SilentEngine(self.region)
+        identity = {
+            **description(manager, shape),
+            "version": VERSION,
+            "host": host_name(settings["host"]),
+            "incarnation": f"{incarnation:016x}",
+            "integration": versions.integration("observe"),
+            "staging": bool(getattr(manager, "enable_staging", False)),
+            "calls": ["ingest_requests"],
+        }
+        now_ns = clock.now_ns()
+        self.region.publish(Document.IDENTITY, msgspec.msgpack.encode(identity), now_ns)
+        self.region.publish(Document.CONFIG, msgspec.msgpack.encode({"rows": config_rows(manager)}), now_ns)
+        telemetry = Telemetry(self.name, role, self.region, clock)
+        telemetry.collected = []
+        directory = Path(self.region.header.directory)
+        tracker = Tracker(self.name, shape, telemetry, self._events.waits, directory)
+        publisher = DocumentPublisher(self.region, builders(manager, tracker))
+        publisher.publish_all()
+        self._open_events = partial(self._events.open, tracker, publisher)
+        self._link = ObserverLink(
+            self.region,
+            settings,
+            {command: partial(_refuse, command) for command in _REFUSED},
             endpoint=f"{manager.local_ip}:{manager.rank_port}",
+            note=logger.warning,
+            flush=self._events.flush,
+            tick=self._tick,
         )
 
     def start(self) -> Observer:
-        """Claims the name, binds the admin socket and starts the thread; `close` or the process's end stops both.
+        """Claims the name and starts what answers for this rank; `close` or the end of the process ends both.
 
         Raises:
             AdminError: another rank has the name, or the socket cannot be bound.
         """
-        self.admin.start()
-        threading.Thread(target=self._run, name=f"kvctl-observe-{self.name}", daemon=True).start()
+        try:
+            self._link.start()
+        except BaseException:
+            self.region.close()
+            raise
+        self._open_events()  # what is applied without a link would fill memory
+        scheduler_turns.watch(self._turn)
         logger.info("kvctl: %s is observed; look at it with: kvctl status", self.name)
         return self
 
     def close(self) -> None:
-        """Stops the thread, and removes the admin socket."""
-        self._stopping.set()
-        self.admin.close()
+        """Removes the admin socket and the region."""
+        scheduler_turns.unwatch(self._turn)
+        self._link.close()
+        self.region.close()
 
-    def _run(self) -> None:
-        while not self._stopping.wait(_PERIOD_S):
-            self.read()
+    def _turn(self) -> None:
+        """Notes that SGLang's scheduler begins a turn of its event loop."""
+        self.region.note_call(0)
+        self._events.publish()
 
-    def _up_to_date(self, handler: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-        """Returns the handler of an admin command, made to read the events before it answers."""
-
-        def answer(arguments: dict[str, Any]) -> Any:
-            self.read()
-            return handler(arguments)
-
-        return answer
-
-    def read(self) -> None:
-        """Applies the events recorded since the last call; called by the observer's thread and the admin thread."""
-        with self._reading:
-            events = self._buffer.events
-            for number in range(1, len(events) + 1):
-                self._try(self._tracker.apply, events.popleft())
-                if number % _EVENTS_AT_ONCE == 0:
-                    time.sleep(_PAUSE_S)
-            self._try(self._note_dropped)
-
-    def _try(self, act: Callable[..., None], *arguments: Event) -> None:
-        """Calls a function of which an error costs one event, but neither the thread nor an answer."""
-        try:
-            act(*arguments)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            self._tracker.telemetry.metrics.add("kvctl_internal_errors_total", 1)
-            self._tracker.telemetry.recorder.record("observe", f"an event was lost: {text}", "error")
-
-    def _note_dropped(self) -> None:
-        """Records that events were dropped, and ends the rooms that SGLang no longer has."""
-        if self._buffer.dropped == self._dropped:
-            return
-        lost, self._dropped = self._buffer.dropped - self._dropped, self._buffer.dropped
-        text = f"{lost} events were dropped: this thread got no processor"
-        self._tracker.telemetry.recorder.record("observe", text, "warning")
-        live = {room for room in self._tracker.rooms if room in self._manager.request_status}
-        self._tracker.forget_except(live, time.monotonic_ns())
-
-
-def _refusals() -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Returns handlers that refuse the commands that change something."""
-
-    def refusal(what: str) -> Callable[[dict[str, Any]], Any]:
-        def refuse(_: dict[str, Any]) -> None:
-            raise RequestRefused(ErrorCode.REFUSED, f"{OWNED_BY_SGLANG} {what}")
-
-        return refuse
-
-    return {name: refusal(what) for name, what in _WHAT.items()}
-
-
-def shape_of(manager: Any, role: Role) -> RankShape:
-    """Returns the sizes of a manager's rank."""
-    args = manager.kv_args
-    layers = list(getattr(args, "kv_layer_ids", None) or ())
-    if not layers:
-        count = len(args.kv_item_lens) // (1 if manager.is_mla_backend else 2)
-        layers = list(range(getattr(args, "prefill_start_layer", 0) or 0, count))
-    heads = 0 if manager.is_mla_backend else int(getattr(args, "kv_head_num", 0) or 0)
-    total = int(getattr(args, "total_kv_head_num", 0) or 0) or heads * manager.attn_tp_size
-    bounds = (min(layers), max(layers) + 1) if layers else (0, 0)
-    rank = int(manager._prefill_unique_rank())
-    return RankShape(role, int(manager.kv_item_lens_sum), bounds, manager.attn_tp_size, rank, heads, total)
+    def _tick(self) -> None:
+        """Publishes what SGLang's objects show, and where its scheduler is if it makes no turns."""
+        self._events.publish()
+        self._silence.look(time.monotonic_ns(), len(self._manager.request_status))

@@ -1,22 +1,25 @@
-"""Room records, metrics and events of an observed rank, from the events that the hooks recorded.
+"""Records, counters and events of an observed rank, from what hooks see in SGLang's threads.
 
 The tracker follows SGLang's own rules of a room's state: the highest wins, Failed is final, and only an opening state
-creates a room. The cause of a failure is the first reason that SGLang recorded, not the last.
+creates a room. The cause of a failure is the first reason that SGLang recorded, not the last. Times are monotonic ns; a
+`room` is SGLang's bootstrap room; an `endpoint` is `address:port` of the control socket of the rank at the other end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.admin import LOCK_SUFFIX
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
-from kvctl_agent.integrations.sglang.observe import events as ev
 from kvctl_agent.integrations.sglang.observe.failure_codes import code_of
+from kvctl_agent.integrations.sglang.observe.manager_state import RankShape
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.room_records import RoomRecord
+from kvctl_agent.telemetry.room_records import RoomRecord, RoomValues
 
 _STATES = {int(state): state for state in RoomState}
 _OPENING = (RoomState.BOOTSTRAPPING, RoomState.WAITING_FOR_INPUT)
@@ -25,31 +28,49 @@ _MOST_PEERS = 4096
 IN_PLACE, STAGED = "in-place", "staged"
 
 
-@dataclass(frozen=True, slots=True)
-class RankShape:
-    """Sizes of an observed rank.
+class Writer(NamedTuple):
+    """A prefill rank of a room.
 
     Attributes:
-        page_bytes: KV bytes of one page, all layers and heads of this rank.
-        layers: layers [lo, hi) of this rank.
-        rank: number of a prefill rank over tp, pp and cp, which its messages have.
-        heads: KV heads of this rank; total_heads: of the model. 0: unknown, or one latent per token (MLA).
+        rank: its number over tp, pp and cp, which its messages have.
+        sends: whether it sends pages, or only counts as an answer.
     """
 
-    role: Role
-    page_bytes: int
-    layers: tuple[int, int]
-    tp_size: int
-    rank: int = 0
-    heads: int = 0
-    total_heads: int = 0
+    rank: int
+    endpoint: str
+    name: str
+    server: str
+    sends: bool
 
-    def bytes_to(self, pages: int, decode_tp_size: int) -> int:
-        """Returns the KV bytes of `pages` that a prefill rank sends to a decode rank of this TP size."""
-        nbytes = pages * self.page_bytes
-        if self.heads and decode_tp_size > self.tp_size:
-            nbytes = nbytes * max(1, self.total_heads // decode_tp_size) // self.heads
-        return nbytes
+
+class SentPart(NamedTuple):
+    """Prefill: a chunk that a worker has written to one decode rank.
+
+    Attributes:
+        gated: whether it had waited for the decode rank's ring.
+        passed_ns: start of the call that sends it: what it waited for is there.
+        posted_ns: None: the engine writes synchronously.
+    """
+
+    room: int
+    first_page: int
+    pages: int
+    endpoint: str
+    decode_tp_size: int
+    path: str
+    dequeued_ns: int
+    gated: bool
+    passed_ns: int
+    posted_ns: int | None
+
+
+class Wait(NamedTuple):
+    """Prefill: what a chunk waits for; `round` and `end` as for `EventQueue.wait`."""
+
+    since_ns: int
+    pages: int
+    round: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -81,7 +102,7 @@ class Room:
     """A room that SGLang has not cleared."""
 
     record: RoomRecord
-    writers: tuple[ev.Writer, ...] = ()
+    writers: tuple[Writer, ...] = ()
     staged: bool = False
     done: set[int] = field(default_factory=set)  # ranks of the writers
     ready: dict[int, int] = field(default_factory=dict)  # prefill: time by first page of the chunk
@@ -89,17 +110,21 @@ class Room:
     landed: dict[int, set[int]] = field(default_factory=dict)  # decode, staged: ranks of the writers, by chunk
 
     @property
-    def senders(self) -> list[ev.Writer]:
+    def senders(self) -> list[Writer]:
         return [writer for writer in self.writers if writer.sends]
 
-    def owing(self, chunk: int) -> list[ev.Writer]:
+    def owing(self, chunk: int) -> list[Writer]:
         """Decode, staged: returns the writers whose share of a chunk has not arrived."""
         landed = self.landed.get(chunk, ())
         return [writer for writer in self.senders if writer.rank not in landed]
 
 
 class Tracker:
-    """Applies events to the telemetry of one observed rank; called by one thread at a time, read by the admin thread.
+    """Writes the telemetry of one observed rank; one thread at a time calls its methods, each for one event.
+
+    Args:
+        waits: prefill: chunks that wait for a ring, by room, chunk and endpoint.
+        directory: directory of the admin sockets of this host's ranks.
 
     Attributes:
         rooms: rooms that SGLang has not cleared, by number.
@@ -109,239 +134,264 @@ class Tracker:
         ring_high_water_bytes: largest number of bytes granted at once, also of regions granted ahead.
     """
 
-    def __init__(self, name: str, shape: RankShape, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: RankShape,
+        telemetry: Telemetry,
+        waits: dict[tuple[int, int, str], Wait],
+        directory: Path,
+    ) -> None:
         self.name = name
         self.shape = shape
         self.telemetry = telemetry
+        self.waits = waits
         self.rooms: dict[int, Room] = {}
         self.peers: dict[str, Peer] = {}
         self.regions: dict[int, Region] = {}
         self.refused_largest_bytes = self.ring_high_water_bytes = 0
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.StatusChanged: self._status,
-            ev.Failed: self._failed,
-            ev.Cleared: self._cleared,
-            ev.Begun: self._begun,
-            ev.Accepted: self._accepted,
-            ev.ChunkReady: self._chunk_ready,
-            ev.PartSent: self._part_sent,
-            ev.WritersKnown: self._writers_known,
-            ev.PagesAnnounced: self._pages_announced,
-            ev.WriterDone: self._writer_done,
-            ev.ChunkLanded: self._chunk_landed,
-            ev.RegionGranted: self._region_granted,
-            ev.RegionRefused: self._region_refused,
-            ev.RegionFreed: self._region_freed,
-            ev.ServerAnswered: self._server_answered,
-            ev.ServerLost: self._server_lost,
-        }
+        self._directory = directory
+        self._names: dict[str, str] = {}
 
-    def apply(self, event: ev.Event) -> None:
-        self._handlers[type(event)](event)
+    def name_of(self, endpoint: str) -> str:
+        """Returns the name of the decode rank with this endpoint; the endpoint itself if it is on another host.
 
-    def forget_except(self, live: set[int], at_ns: int) -> None:
-        """Ends the rooms that SGLang no longer has: events were dropped that would have said so."""
-        for room in self.rooms.keys() - live:
-            self._cleared(ev.Cleared(at_ns, room))
+        Prefill ranks know of a decode rank only its endpoint; the lock files of this host's ranks have theirs. They are
+        read once for each endpoint, before its first room.
+        """
+        if endpoint not in self._names:
+            self._names[endpoint] = endpoint
+            for path in self._directory.glob(f"*{LOCK_SUFFIX}"):
+                try:
+                    lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+                except OSError:
+                    continue
+                if lines[1:2] == [endpoint]:
+                    self._names[endpoint] = path.name.removesuffix(LOCK_SUFFIX)
+        return self._names[endpoint]
 
     # ---- states ------------------------------------------------------------------------------------------------
 
-    def _status(self, event: ev.StatusChanged) -> None:
-        state, room = _STATES[event.status], self.rooms.get(event.room)
+    def status_changed(self, at_ns: int, number: int, status: int) -> None:
+        """SGLang sets the status of a room to this KVPoll; what it makes of it depends on the room's state."""
+        state, room = _STATES[status], self._room(number)
         if room is None:
             if state in _OPENING:
-                self._open(event.room, event.at_ns, state)
+                self._open(number, at_ns, state)
             return
         before = room.record.state_now
         if before is RoomState.FAILED or (state is not RoomState.FAILED and state <= before):
             return
         if state is RoomState.FAILED:
-            self._fail(room, event.at_ns, "SGLang gave no reason", None)
-        room.record.state(state, event.at_ns)
+            self._fail(room, at_ns, "SGLang gave no reason", None)
+        room.record.state(state, at_ns)
         if state is RoomState.SUCCESS:
-            room.record.event("sent" if self.shape.role == "prefill" else "success", event.at_ns)
+            room.record.event("sent" if self.shape.role == "prefill" else "success", at_ns)
         if state.finished:
-            room.ended_ns = event.at_ns
+            room.ended_ns = at_ns
 
-    def _open(self, number: int, at_ns: int, state: RoomState) -> None:
-        record = self.telemetry.open(number, 0)
-        record.opened_at = at_ns
+    def _room(self, number: int) -> Room | None:
+        return self.rooms.get(operator.index(number))  # it may be a scalar of numpy or torch
+
+    def _open(self, number: int, at_ns: int, state: RoomState) -> Room:
+        number = operator.index(number)
+        record = self.telemetry.open(number, 0, at_ns)
+        values: RoomValues = record
+        values.planned = None
         record.state(state, at_ns)
-        self.rooms[number] = Room(record)
+        self.rooms[number] = room = Room(record)
+        return room
 
-    def _failed(self, event: ev.Failed) -> None:
-        room = self.rooms.get(event.room)
+    def failed(self, at_ns: int, number: int, reason: Any, prefill_rank: int | None = None) -> None:
+        """A reason was recorded; `prefill_rank` reported it, counted over tp, pp and cp, or None: this rank did."""
+        room = self._room(number)
         if room is not None and room.record.state_now is not RoomState.SUCCESS:
-            self._fail(room, event.at_ns, event.reason, event.prefill_rank)
+            self._fail(room, at_ns, reason, prefill_rank)
 
-    def _fail(self, room: Room, at_ns: int, reason: str, prefill_rank: int | None) -> None:
-        """Stores a cause of failure unless there is one; `prefill_rank` reported it, or None: this rank found it."""
+    def _fail(self, room: Room, at_ns: int, reason: Any, prefill_rank: int | None) -> None:
+        """Stores a cause of failure unless there is one."""
         if room.record.failure is not None:
             return
-        text = encodable(reason)[:_LONGEST_TEXT]
+        text, telemetry = encodable(str(reason))[:_LONGEST_TEXT], self.telemetry
         code = code_of(text)
         rank = next((writer.name for writer in room.writers if writer.rank == prefill_rank), self.name)
-        room.record.fail(
-            {"rank": rank, "code": code, "at_ns": self.telemetry.clock.wall_ns(at_ns), "text": text}, at_ns
-        )
-        self.telemetry.metrics.add("kvctl_room_failures_total", 1, code)
+        failed_ns = telemetry.clock.wall_ns(at_ns)
+        room.record.fail({"rank": rank, "code": code, "at_ns": failed_ns, "text": text}, at_ns)
+        telemetry.metrics.add("kvctl_room_failures_total", 1, code)
         severity = "info" if code == "ABORTED" else "warning"
-        self.telemetry.recorder.record("room", f"failed: {code}: {text}", severity, room.record.room, at_ns=at_ns)  # type: ignore[arg-type]
+        telemetry.recorder.record("room", f"failed: {code}: {text}", severity, room.record.room, at_ns=at_ns)  # type: ignore[arg-type]
 
-    def _cleared(self, event: ev.Cleared) -> None:
-        room = self.rooms.pop(event.room, None)
+    def cleared(self, at_ns: int, number: int) -> None:
+        """The scheduler has given the room up, after its end."""
+        room = self.rooms.pop(operator.index(number), None)
         if room is None:
             return
         record = room.record
         if not record.state_now.finished:
-            self._fail(room, event.at_ns, f"Aborted by SGLang in {record.state_now.label}", None)
-            record.state(RoomState.FAILED, event.at_ns)
-        record.event("done", event.at_ns)
-        self.telemetry.finish(record, room.ended_ns or event.at_ns)
+            self._fail(room, at_ns, f"Aborted by SGLang in {record.state_now.label}", None)
+            record.state(RoomState.FAILED, at_ns)
+        record.event("done", at_ns)
+        self.telemetry.finish(record, room.ended_ns or at_ns)
 
     # ---- prefill -----------------------------------------------------------------------------------------------
 
-    def _begun(self, event: ev.Begun) -> None:
-        if (room := self.rooms.get(event.room)) is not None:
-            room.record.pages = event.pages
-            room.record.event("begin", event.at_ns, detail=f"{event.pages} pages")
+    def begun(self, at_ns: int, number: int, pages: int) -> None:
+        """The scheduler knows how many pages it will send."""
+        if (room := self._room(number)) is not None:
+            room.record.pages = pages
+            room.record.event("begin", at_ns, detail=f"{pages} pages")
 
-    def _accepted(self, event: ev.Accepted) -> None:
-        if event.room not in self.rooms:  # decode ranks opened it before the engine of this rank began it
-            self._open(event.room, event.at_ns, RoomState.BOOTSTRAPPING)
-        record = self.rooms[event.room].record
-        record.peers = list(dict.fromkeys(event.endpoints))
-        for endpoint in record.peers:
-            record.event("accept", event.at_ns, peer=endpoint)
+    def accepted(self, at_ns: int, number: int, endpoints: Sequence[str]) -> None:
+        """Every decode rank of the room has announced its pages; `endpoints` are those that receive some."""
+        # Decode ranks may open it before the engine of this rank begins it.
+        room = self._room(number) or self._open(number, at_ns, RoomState.BOOTSTRAPPING)
+        names = list(map(self.name_of, endpoints))
+        room.record.expect(names)
+        for name in names:
+            room.record.event("accept", at_ns, peer=name)
 
-    def _chunk_ready(self, event: ev.ChunkReady) -> None:
-        room = self.rooms.get(event.room)
+    def chunk_ready(self, at_ns: int, number: int, first_page: int, last: bool) -> None:
+        """The scheduler handed a chunk over to a transfer worker."""
+        room = self._room(number)
         if room is None:
             return
         if room.record.first_ready_at is None:
-            room.record.first_ready_at = event.at_ns
-        room.ready[event.first_page] = event.at_ns
-        if event.last:
-            room.record.forward_done_at = event.at_ns
-            room.record.event("finish", event.at_ns)
+            room.record.first_ready_at = at_ns
+        room.ready[first_page] = at_ns
+        if last:
+            room.record.forward_done_at = at_ns
+            room.record.event("finish", at_ns)
 
-    def _part_sent(self, event: ev.PartSent) -> None:
-        room = self.rooms.get(event.room)
+    def parked(self, _: int, number: int) -> None:
+        """A chunk of the room begins or ends to wait for a ring; one of a room that has ended waits no more."""
+        waits = [key for key in tuple(self.waits) if key[0] == number]
+        if (room := self._room(number)) is not None and not room.record.state_now.finished:
+            room.record.parked = len(waits)
+        else:  # a transfer worker was still at it
+            for key in waits:
+                self.waits.pop(key, None)
+
+    def part_sent(self, at_ns: int, part: SentPart) -> None:
+        """A worker has written a chunk to one decode rank."""
+        room = self._room(part.room)
         if room is None:
             return
-        stages = {
-            "ready": room.ready.get(event.first_page),
-            "gate": event.passed_ns if event.gated else None,
-            "queue": None if event.gated else event.dequeued_ns,
-            "post": event.posted_ns,
-            "wire": event.at_ns,
-        }
-        known = {stage: at_ns for stage, at_ns in stages.items() if at_ns is not None}
-        chunk = sorted(room.ready).index(event.first_page) if event.first_page in room.ready else 0
-        nbytes = self.shape.bytes_to(event.pages, event.decode_tp_size)
-        done_ns = room.record.forward_done_at or event.at_ns
+        ready_ns, chunk, moments = room.ready.get(part.first_page), 0, {}
+        if ready_ns is not None:
+            moments["ready"] = ready_ns
+            chunk = sum(first_page < part.first_page for first_page in room.ready) if len(room.ready) > 1 else 0
+        moments["gate" if part.gated else "queue"] = part.passed_ns if part.gated else part.dequeued_ns
+        if part.posted_ns is not None:
+            moments["post"] = part.posted_ns
+        moments["wire"] = at_ns
+        nbytes = self.shape.bytes_to(part.pages, part.decode_tp_size)
+        done_ns = room.record.forward_done_at or at_ns
         key = self.shape.rank, chunk, self.shape.layers
-        self.telemetry.part(room.record, key, event.endpoint, event.path, nbytes, known, done_ns)
+        self.telemetry.part(room.record, key, self.name_of(part.endpoint), part.path, nbytes, moments, done_ns)
 
     # ---- decode ------------------------------------------------------------------------------------------------
 
-    def _writers_known(self, event: ev.WritersKnown) -> None:
+    def writers_known(self, at_ns: int, number: int, writers: tuple[Writer, ...], staged: bool) -> None:
+        """The receiver has looked up the prefill ranks of its room."""
         recorder = self.telemetry.recorder
-        for writer in event.writers:
+        for writer in writers:
             known = self.peers.get(writer.endpoint)
             if known is None:
-                recorder.record("peer", f"prefill rank at {writer.endpoint}", peer=writer.name, at_ns=event.at_ns)
-                self._bound_peers()
+                recorder.record("peer", f"prefill rank at {writer.endpoint}", peer=writer.name, at_ns=at_ns)
+                while len(self.peers) >= _MOST_PEERS:
+                    del self.peers[next(iter(self.peers))]
             elif known.lost_ns:
-                recorder.record("peer", "found again", peer=writer.name, at_ns=event.at_ns)
+                recorder.record("peer", "found again", peer=writer.name, at_ns=at_ns)
             if known is None or known.lost_ns:
-                self.peers[writer.endpoint] = Peer(writer.name, writer.server, event.at_ns)
+                self.peers[writer.endpoint] = Peer(writer.name, writer.server, at_ns)
                 self._replaced(writer)
-        if (room := self.rooms.get(event.room)) is not None:
-            room.writers, room.staged = event.writers, event.staged
-            room.record.peers = [writer.name for writer in event.writers]
+        if (room := self._room(number)) is not None:
+            room.writers, room.staged = writers, staged
+            room.record.expect([writer.name for writer in writers])
 
-    def _replaced(self, writer: ev.Writer) -> None:
+    def _replaced(self, writer: Writer) -> None:
         """Forgets the earlier process of a rank that has started again, on another port."""
         for endpoint in [each for each, peer in self.peers.items() if peer.name == writer.name and peer.lost_ns]:
             if endpoint != writer.endpoint:
                 del self.peers[endpoint]
 
-    def _bound_peers(self) -> None:
-        while len(self.peers) >= _MOST_PEERS:
-            del self.peers[next(iter(self.peers))]
-
-    def _pages_announced(self, event: ev.PagesAnnounced) -> None:
-        room = self.rooms.get(event.room)
+    def pages_announced(self, at_ns: int, number: int, pages: int, prefix_tokens: int) -> None:
+        """The receiver has sent its page indices to all prefill ranks of the room."""
+        room = self._room(number)
         if room is not None:
-            room.record.pages = event.pages
-            prefix = f", after a prefix of {event.prefix_tokens} tokens" if event.prefix_tokens else ""
-            detail = f"{event.pages} pages to {len(room.writers)} prefill ranks{prefix}"
-            room.record.event("open", event.at_ns, detail=detail)
+            room.record.pages = pages
+            prefix = f", after a prefix of {prefix_tokens} tokens" if prefix_tokens else ""
+            room.record.event("open", at_ns, detail=f"{pages} pages to {len(room.writers)} prefill ranks{prefix}")
 
-    def _writer_done(self, event: ev.WriterDone) -> None:
-        room = self.rooms.get(event.room)
-        if room is None or event.prefill_rank in room.done:
+    def writer_done(self, at_ns: int, number: int, prefill_rank: int) -> None:
+        """A prefill rank has reported that everything it owes is written."""
+        room = self._room(number)
+        if room is None or prefill_rank in room.done:
             return
-        room.done.add(event.prefill_rank)
-        writer = next((each for each in room.senders if each.rank == event.prefill_rank), None)
+        room.done.add(prefill_rank)
+        writer = next((each for each in room.senders if each.rank == prefill_rank), None)
         if room.staged or writer is None or not room.record.pages:
-            room.record.event("aux", event.at_ns, event.prefill_rank)
+            room.record.event("aux", at_ns, prefill_rank)
             return
         share = room.record.pages * self.shape.page_bytes // len(room.senders)
-        key = event.prefill_rank, 0, self.shape.layers
-        self.telemetry.part(room.record, key, writer.name, IN_PLACE, share, {"arrive": event.at_ns})
+        key = prefill_rank, 0, self.shape.layers
+        self.telemetry.part(room.record, key, writer.name, IN_PLACE, share, {"arrive": at_ns})
 
-    def _chunk_landed(self, event: ev.ChunkLanded) -> None:
-        room = self.rooms.get(event.room)
+    def chunk_landed(self, at_ns: int, number: int, chunk: int, pages: int, prefill_rank: int | None) -> None:
+        """Staged: a prefill rank has written its share of a chunk into the ring."""
+        room = self._room(number)
         if room is None:
             return
-        rank = event.prefill_rank or 0
+        rank = prefill_rank or 0
         peer = next((writer.name for writer in room.writers if writer.rank == rank), None)
-        nbytes = event.pages * self.shape.page_bytes // max(1, len(room.senders))
-        key = rank, event.chunk, self.shape.layers
-        self.telemetry.part(room.record, key, peer, STAGED, nbytes, {"arrive": event.at_ns})  # type: ignore[arg-type]
-        room.landed.setdefault(event.chunk, set()).add(rank)
+        nbytes = pages * self.shape.page_bytes // max(1, len(room.senders))
+        key = rank, chunk, self.shape.layers
+        self.telemetry.part(room.record, key, peer, STAGED, nbytes, {"arrive": at_ns})
+        room.landed.setdefault(chunk, set()).add(rank)
 
-    def _region_granted(self, event: ev.RegionGranted) -> None:
-        room = self.rooms.get(event.room)
-        if room is None or event.serial in self.regions:
+    def region_granted(self, at_ns: int, number: int, chunk: int, pages: int, serial: int) -> None:
+        """Staged: a chunk has a region of the ring."""
+        room = self._room(number)
+        if room is None or serial in self.regions:
             return  # every prefill rank asks for the same region
-        self.regions[event.serial] = Region(event.room, event.chunk, event.pages, event.at_ns)
-        again = "again, though all of it had arrived" if not room.owing(event.chunk) else ""
-        room.record.event("grant", event.at_ns, None, event.chunk, self.shape.layers, detail=again)
+        self.regions[serial] = Region(number, chunk, pages, at_ns)
+        again = "again, though all of it had arrived" if not room.owing(chunk) else ""
+        room.record.event("grant", at_ns, None, chunk, self.shape.layers, detail=again)
         if again:
-            text = f"chunk {event.chunk} was granted a region {again}: a request of another rank came late"
-            self.telemetry.recorder.record("ring", text, "warning", event.room, at_ns=event.at_ns)
+            text = f"chunk {chunk} was granted a region {again}: a request of another rank came late"
+            self.telemetry.recorder.record("ring", text, "warning", number, at_ns=at_ns)
         granted = sum(region.pages for region in self.regions.values()) * self.shape.page_bytes
         self.ring_high_water_bytes = max(self.ring_high_water_bytes, granted)
         self.telemetry.metrics.add("kvctl_ring_grants_total", 1)
 
-    def _region_refused(self, event: ev.RegionRefused) -> None:
-        nbytes = event.pages * self.shape.page_bytes
+    def region_refused(self, at_ns: int, number: int, chunk: int, pages: int) -> None:
+        """Staged: a chunk is larger than the whole ring."""
+        nbytes = pages * self.shape.page_bytes
         self.refused_largest_bytes = max(self.refused_largest_bytes, nbytes)
         self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
-        text = f"chunk {event.chunk} of {nbytes} bytes is larger than the ring"
-        self.telemetry.recorder.record("ring", text, "warning", event.room, at_ns=event.at_ns)
+        text = f"chunk {chunk} of {nbytes} bytes is larger than the ring"
+        self.telemetry.recorder.record("ring", text, "warning", number, at_ns=at_ns)
 
-    def _region_freed(self, event: ev.RegionFreed) -> None:
-        region = self.regions.pop(event.serial, None)
-        room = None if region is None else self.rooms.get(region.room)
+    def region_freed(self, at_ns: int, serial: int) -> None:
+        region = self.regions.pop(serial, None)
+        room = None if region is None else self._room(region.room)
         if region is None or room is None:
             return
-        room.record.event("scatter", event.at_ns, None, region.chunk, self.shape.layers)
+        room.record.event("scatter", at_ns, None, region.chunk, self.shape.layers)
         if room.ended_ns:  # SGLang reports success before the last chunk is in its pages
-            room.ended_ns = max(room.ended_ns, event.at_ns)
+            room.ended_ns = max(room.ended_ns, at_ns)
 
-    def _server_answered(self, event: ev.ServerAnswered) -> None:
+    def server_answered(self, at_ns: int, server: str) -> None:
+        """The bootstrap server of a prefill instance answered a health request."""
         for peer in self.peers.values():
-            if peer.server == event.server:
-                peer.answered_ns = event.at_ns
+            if peer.server == server:
+                peer.answered_ns = at_ns
 
-    def _server_lost(self, event: ev.ServerLost) -> None:
+    def server_lost(self, at_ns: int, server: str) -> None:
+        """SGLang has given up a prefill instance whose bootstrap server does not answer."""
         for peer in self.peers.values():
-            if peer.server == event.server and not peer.lost_ns:
-                peer.lost_ns = event.at_ns
+            if peer.server == server and not peer.lost_ns:
+                peer.lost_ns = at_ns
                 self.telemetry.metrics.add("kvctl_peer_lost_total", 1)
-                text = f"lost: the bootstrap server {event.server} does not answer"
-                self.telemetry.recorder.record("peer", text, "error", peer=peer.name, at_ns=event.at_ns)
+                text = f"lost: the bootstrap server {server} does not answer"
+                self.telemetry.recorder.record("peer", text, "error", peer=peer.name, at_ns=at_ns)

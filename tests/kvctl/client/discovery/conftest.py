@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.admin.endpoints import RemoteEndpoint
-from kvctl_agent.admin.server import SERVED_HERE, AdminServer
 from kvctl_agent.contract.commands import COMMANDS
-from kvctl_agent.contract.keys import read_pair
+from kvctl_agent.host.keys import read_pair
+from kvctl_agent.observer.endpoints import RemoteEndpoint
+from kvctl_agent.observer.server import SERVED_HERE
+from tests.support.admin_server import AdminServer
 from tests.support.agents import make_fleet, model
 
 __all__ = ["make_fleet", "model"]

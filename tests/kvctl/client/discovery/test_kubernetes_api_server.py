@@ -1,4 +1,4 @@
-"""`kubernetes://` and examples/kubernetes with a real API server: TLS, authentication, RBAC, validation, port-forward.
+"""`kubernetes://`, the chart and examples/kubernetes with a real API server: RBAC, validation, port-forward.
 
 It needs kube-apiserver and etcd in PATH, and is skipped without them: no package of a registry has the former. Debian's
 source package `kubernetes` is complete; in that of Debian 12, cmd/kube-apiserver (1.20) builds with golang-1.19 once
@@ -8,7 +8,6 @@ openapi-gen has made pkg/generated/openapi. The node is a stand-in that answers 
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import subprocess
 import time
@@ -24,16 +23,18 @@ import yaml
 from kvctl.client.discovery import open_source
 from kvctl.client.discovery.source import Found, SourceError
 from kvctl.client.keys import NO_KEYS
+from tests.support.charts import render, which
 from tests.support.kubernetes_api import KubernetesApi, pod
 
-PROGRAMS = ("kube-apiserver", "etcd", "openssl")
+PROGRAMS = ("kube-apiserver", "etcd", "openssl", "helm")
 pytestmark = pytest.mark.skipif(
-    any(shutil.which(program) is None for program in PROGRAMS), reason="kube-apiserver and etcd are not installed"
+    any(which(program) is None for program in PROGRAMS), reason="kube-apiserver, etcd or helm is not installed"
 )
 EXAMPLES = Path(__file__).parents[4] / "examples" / "kubernetes"
 ROUTES = {
     "Namespace": "/api/v1/namespaces",
     "ServiceAccount": "/api/v1/namespaces/kvctl/serviceaccounts",
+    "ConfigMap": "/api/v1/namespaces/kvctl/configmaps",
     "Service": "/api/v1/namespaces/kvctl/services",
     "Role": "/apis/rbac.authorization.k8s.io/v1/namespaces/kvctl/roles",
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/namespaces/kvctl/rolebindings",
@@ -149,14 +150,9 @@ class ApiServer:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     started = ApiServer(tmp_path_factory.mktemp("api-server"))
     try:
-        for path in ("base/namespace.yaml", "base/rbac.yaml"):
-            for document in yaml.safe_load_all((EXAMPLES / path).read_text()):
-                started.create(ROUTES[document["kind"]], document)
-        binding = yaml.safe_load_all((EXAMPLES / "base" / "rbac.yaml").read_text())
-        (role_binding,) = (each for each in binding if each["kind"] == "RoleBinding")
-        role_binding["metadata"]["name"] = "operators"
-        role_binding["subjects"] = [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "operator"}]
-        started.create(ROUTES["RoleBinding"], role_binding)
+        started.create(ROUTES["Namespace"], {"metadata": {"name": "kvctl"}})
+        for document in render({"rbac": {"subjects": [{"kind": "User", "name": "operator"}]}}):
+            started.create(ROUTES[document["kind"]], document)
         yield started
     finally:
         started.close()
@@ -213,15 +209,17 @@ FORWARD = f"{URL}?via=port-forward"
 
 
 def test_it_accepts_every_manifest(server: ApiServer) -> None:
-    seen = 0
-    for path in sorted(EXAMPLES.glob("*/*.yaml")):
-        for document in yaml.safe_load_all(path.read_text()):
-            if document["kind"] == "Kustomization":
-                continue
-            status, text = server.request("POST", f"{ROUTES[document['kind']]}?dryRun=All", document)
-            assert status in (201, 409), (path, text)
-            seen += 1
-    assert seen > 10
+    chart = {
+        "workers": {"matchLabels": {"app": "kvctl"}},
+        "networkPolicy": {"enabled": True},
+        "toolbox": {"enabled": True, "image": "kvctl"},
+    }
+    examples = [each for path in sorted(EXAMPLES.glob("*/*.yaml")) for each in yaml.safe_load_all(path.read_text())]
+    documents = [each for each in (*examples, *render(chart)) if each["kind"] != "Kustomization"]
+    for document in documents:
+        status, text = server.request("POST", f"{ROUTES[document['kind']]}?dryRun=All", document)
+        assert status in (201, 409), (document["kind"], document["metadata"]["name"], text)
+    assert len(documents) > 10
 
 
 def test_the_role_permits_to_list_and_nothing_else(

@@ -17,7 +17,7 @@ from kvctl.client.discovery import open_source
 from kvctl.client.discovery.source import Found, SourceError
 from kvctl.client.keys import NO_KEYS
 from kvctl.errors import CliError
-from kvctl_agent.admin.server import AdminServer
+from tests.support.admin_server import AdminServer
 from tests.support.kubernetes_api import KubernetesApi, pod
 
 URL = "kubernetes://serving/app=kvctl"
@@ -58,6 +58,21 @@ def test_running_pods_of_the_labels_are_found(api: KubernetesApi) -> None:
     found = find()
     assert addresses(found) == {"prefill-0": "tcp://10.0.0.5:7311", "decode-0": "tcp://[fd00::6]:7311"}
     assert found.faults == ()
+
+
+@pytest.mark.parametrize("url", ["kubernetes://serving", "kubernetes://serving/?via=port-forward"])
+def test_without_labels_all_pods_with_an_admin_port_are_found(
+    api: KubernetesApi, agents: Any, url: str, keys: Path
+) -> None:
+    api.pods = [pod("decode-0", int(agents("decode-0").remote_address.rpartition(":")[2])), pod("router")]
+    api.pods[0]["metadata"]["labels"] = {}
+    assert (list(addresses(find(url))), find(url).faults) == (["decode-0"], ())
+    del api.pods[0]
+    assert error(url) == (
+        "unreachable",
+        "no pod has a container port named kvctl-admin; kubectl get pods -n serving --show-labels lists those that "
+        "there are",
+    )
 
 
 def test_a_pod_with_several_ranks_has_several_ports(api: KubernetesApi) -> None:
@@ -228,6 +243,28 @@ def test_another_context_is_chosen(api: KubernetesApi, tmp_path: Path) -> None:
     assert "kubectl config get-contexts" in text
 
 
+def test_the_current_context_is_that_of_the_first_file(
+    api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in kubectl; the package takes that of the last."""
+    api.pods = [pod("decode-0", 7311)]
+    first = tmp_path / "kubeconfig"
+    second = api.kubeconfig(tmp_path / "second", context="other", token="not-accepted")
+    second.write_text(second.read_text().replace("name: u", "name: v").replace("user: u", "user: v"))
+    monkeypatch.setenv("KUBECONFIG", f"{first}:{second}")
+    assert find().endpoints
+    monkeypatch.setenv("KUBECONFIG", f"{second}:{first}")
+    assert "does not accept these credentials" in error()[1]
+
+
+@pytest.mark.parametrize(
+    "text", ["- 1\n", "contexts: [1]\ncurrent-context: a\n", "{", "contexts: 1\ncurrent-context: a\n"]
+)
+def test_a_file_that_is_no_kubeconfig(api: KubernetesApi, tmp_path: Path, text: str) -> None:
+    (tmp_path / "kubeconfig").write_text(text)
+    assert "no usable kubeconfig" in error()[1]
+
+
 def test_without_a_kubeconfig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     assert "no usable kubeconfig" in error()[1]
@@ -254,9 +291,8 @@ def _answer_once(server: socket.socket, body: str) -> None:
 @pytest.mark.parametrize(
     ("url", "text"),
     [
-        ("kubernetes://serving", "write kubernetes://NAMESPACE/LABEL=VALUE"),
-        ("kubernetes://serving/", "write kubernetes://NAMESPACE/LABEL=VALUE"),
-        ("kubernetes://Not_A_Name/app=kvctl", "write kubernetes://NAMESPACE/LABEL=VALUE"),
+        ("kubernetes:///app=kvctl", r"write kubernetes://NAMESPACE\[/LABEL=VALUE"),
+        ("kubernetes://Not_A_Name/app=kvctl", r"write kubernetes://NAMESPACE\[/LABEL=VALUE"),
         (f"{URL}?via=magic", "via must be port-forward"),
         (f"{URL}?port=99999", "99999 is not a port"),
         (f"{URL}?prot=1", "prot is none of port, context, via"),

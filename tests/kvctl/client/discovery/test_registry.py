@@ -24,7 +24,7 @@ from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.errors import CliError
 from kvctl.lab.tcp_ports import free_port
-from kvctl_agent.contract.keys import KeyPair, secret_text
+from kvctl_agent.host.keys import KeyPair, secret_text
 from kvctl_agent.protocol import bootstrap_registry as registry
 
 S = 1_000_000_000
@@ -152,10 +152,13 @@ def test_strangers_and_former_clients_are_refused(remote: Any, keys: Keys) -> No
 
 
 class LateFanout(Fanout):
-    """Asks when libzmq has already closed the connection."""
+    """Asks when libzmq has already closed the new connection."""
 
     def _route(self, endpoint: Endpoint) -> bytes:
+        is_new = endpoint not in self._routes
         route = super()._route(endpoint)
+        if not is_new:
+            return route
 
         def closed() -> bool:
             try:

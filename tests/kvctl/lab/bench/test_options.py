@@ -7,23 +7,28 @@ from fractions import Fraction
 import pytest
 
 from kvctl.lab.bench.options import (
-    parse_bench_faults,
     parse_cp_modes,
+    parse_percent,
+    parse_scale,
+    parse_sweep,
+    sweep_loads,
+)
+from kvctl.lab.ranks.request import (
+    Group,
+    Load,
+    Sizes,
+    State,
+    Tokens,
     parse_instances,
     parse_kv_group,
     parse_kv_layouts,
     parse_names,
-    parse_percent,
     parse_pipelines,
-    parse_scale,
     parse_scale_bytes,
     parse_stages,
     parse_state,
-    parse_sweep,
     parse_tokens,
-    sweep_loads,
 )
-from kvctl.lab.ranks.request import Group, Load, Sizes, State, Tokens
 
 
 @pytest.mark.parametrize(
@@ -206,15 +211,3 @@ def test_kv_groups():
     ):
         with pytest.raises(ValueError, match=error):
             parse_kv_group(text)
-
-
-def test_faults_that_planned_rooms_can_survive():
-    assert parse_bench_faults("") == ()
-    assert [fault.text for fault in parse_bench_faults("abort=10%,pause=decode-0@1s+2s")] == [
-        "abort=10%",
-        "pause=decode-0@1s+2s",
-    ]
-    with pytest.raises(ValueError, match="kvctl demo kills and restarts"):
-        parse_bench_faults("kill=decode-0@1s+2s")
-    with pytest.raises(ValueError, match="did you mean abort"):
-        parse_bench_faults("abor=10%")

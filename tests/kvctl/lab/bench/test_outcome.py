@@ -85,7 +85,6 @@ def trial(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None
         "counters": {},
         "stages": {},
         "waterfall": [],
-        "ring_samples": [],
         "hidden": [],
         "ring_high_water_bytes": 0,
         "cpu_ns": 0,
@@ -99,7 +98,7 @@ def trial(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None
         "waterfall": [{**part, "layers": layers} for layers in groups],
         "counters": {"kvctl_pipeline_decisions_total": {"formula": 1.0}},
     }
-    decode = {"rooms": [[0, 0, success, success, success + 8 * MS]], "ring_samples": [[0, 0], [9, 77]]}
+    decode = {"rooms": [[0, 0, success, success, success + 8 * MS]]}
     reports: Any = {"prefill-0": {**report, **prefill}, "decode-0": {**report, **decode}}
     room = Room(index=0, number=9, tokens=64, prefix_tokens=0, decode_dp=0, output_tokens=5)
     return Trial(case, 0, 0, (room,), reports, {}, shown=0)
@@ -189,13 +188,6 @@ def test_the_saved_document_tells_of_real_traffic_and_of_the_preset():
     assert {"preset", "traffic"}.isdisjoint(outcome(measured(trial(Case(0, "staged")))).document())
 
 
-def test_a_report_has_a_room_and_the_rings():
-    data = outcome(measured(trial(Case(0, "staged")))).report("kvctl bench", "now")
-    assert (data["command"], data["started_at"]) == ("kvctl bench", "now")
-    assert [life["path"] for life in data["waterfalls"]] == ["staged"]
-    assert [life["size_bytes"] for life in data["rings"]] == [128]
-
-
 class TestPicture:
     def test_a_plain_bench_says_nothing_of_what_it_did_not_do(self):
         text = shown(outcome(measured(replace(trial(Case(0, "staged"))))))
@@ -260,36 +252,6 @@ def test_plans_of_several_instances_name_them():
     assert BENCH.columns[0].name == "path"
 
 
-class TestObserved:
-    """What it costs to be watched: pairs of trials of the same rooms."""
-
-    ALONE, WATCHED = Case(0, "staged"), Case(0, "staged", observed=True)
-
-    def test_is_the_median_over_pairs(self) -> None:
-        trials = [replace(trial(self.ALONE, 30), repeat=number) for number in range(3)]
-        trials += [replace(trial(self.WATCHED, each), repeat=number) for number, each in enumerate((50, 30, 20))]
-        alone, watched = outcome(measured(*trials)).rows()
-        assert (alone["observed"], alone["observer_cost_ratio"]) == (False, None)
-        assert watched["observed"] is True
-        assert watched["observer_cost_ratio"] == pytest.approx(0.0)  # the slowest pair and the fastest do not count
-
-    def test_is_said_under_the_table(self) -> None:
-        line = "\nthroughput taken by kvctl top and kvctl status -w 0.1, median of the pairs: staged "
-        for watched_ms, words in (
-            ((50, 50, 51, 55), "+29.1% (+28.6% to +33.3%)"),
-            ((29, 30, 50, 50), "+14.3% (-2.0% to +28.6%, so none is shown)"),
-            ((50, 50), "+28.6% (+28.6% to +28.6%, so none is shown)"),
-        ):
-            trials = [replace(trial(self.WATCHED, each), repeat=number) for number, each in enumerate(watched_ms)]
-            trials += [replace(trial(self.ALONE, 30), repeat=number) for number in range(len(watched_ms))]
-            text = shown(outcome(measured(*trials)))
-            assert f"{line}{words}\n" in text
-            assert "WATCHED" in text.upper()
-
-    def test_is_nothing_where_nobody_watched(self) -> None:
-        assert "status -w" not in shown(outcome(measured(trial(self.ALONE))))
-
-
 class TestBusyEngine:
     """The loop of a busy engine beside rooms, against the same loop beside an idle agent."""
 
@@ -306,6 +268,10 @@ class TestBusyEngine:
         reports: Any = {name: {**report, "loop": loop} for name, report in plain.reports.items() if "prefill" in name}
         return replace(plain, reports={**plain.reports, **reports}, idle_loops=[dict.fromkeys(reports, idle)] * 2)
 
+    def page(self, *trials: Trial) -> str:
+        found = outcome(measured(*trials))
+        return html(found.document(), found.waterfalls(), "kvctl bench", "now")
+
     def test_is_compared_with_the_idle_loop(self) -> None:
         (row,) = outcome(measured(self.busy())).rows()
         assert row["engine_slowdown_ratio"] == pytest.approx(0.75)
@@ -317,11 +283,12 @@ class TestBusyEngine:
         assert re.search(r"its longest stall +- +9 ms", text)
         assert re.search(r"engine idle +.*busy prefill", text, re.IGNORECASE)
 
+    @pytest.mark.usefixtures("chart_engine")
     def test_has_a_section_in_the_report(self) -> None:
-        page = html(outcome(measured(trial(Case(0, "staged"), 30), self.busy())).report("kvctl bench", ""))
+        page = self.page(trial(Case(0, "staged"), 30), self.busy())
         assert "Beside a busy engine" in page
         assert "Longest stall of the engine" in page
-        assert "Beside a busy engine" not in html(outcome(measured(trial(Case(0, "staged")))).report("", ""))
+        assert "Beside a busy engine" not in self.page(trial(Case(0, "staged")))
 
     def test_a_loop_without_rooms_is_not_busy(self) -> None:
         (row,) = outcome(measured(trial(Case(0, "staged")))).rows()

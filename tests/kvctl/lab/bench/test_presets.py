@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from kvctl.commands.bench_options import bench_options
-from kvctl.lab.bench.preset_views import Measure, comparison_view, side_by_side, tokens_per_s, ttft
-from kvctl.lab.bench.presets import PRESETS, Comparison
+from kvctl.lab.bench.preset_views import STAGING
+from kvctl.lab.bench.presets import PRESETS
 from kvctl.lab.bench.views import contestants
 from kvctl.lab.ranks.request import Tokens
-from kvctl.render.data import tsv
 from kvctl.render.view import View
 
 DEFAULTS: dict[str, Any] = {"tokens": Tokens(values=(1024,)), "concurrency": 4, "sweep": (), "repeat": 1, "layer_ms": 0}
@@ -41,7 +40,7 @@ def test_a_preset_speaks_of_options_that_exist(preset: Any):
     names = {param.name for param in bench_options()}
     assert set(preset.options) <= names
     assert all(set(fleet.options) <= names for part in preset.parts for fleet in part.fleets)
-    assert isinstance(preset.table, Comparison | View)
+    assert isinstance(preset.table, View)
 
 
 def test_the_staging_sweep_goes_from_1_to_1024():
@@ -77,26 +76,12 @@ def test_a_pipeline_sweep_can_have_one_length():
     assert loads == [[1], [1, 32]]
 
 
-def test_contestants_stand_side_by_side_with_the_change_against_the_first():
-    rows = [row("slice"), row("staged", tokens_per_s=250.0, ttft_ms={"mean": 2.0}), row("slice", 8)]
-    lines = side_by_side(rows, "concurrency")
-    measures = (Measure("tok/s", tokens_per_s, "more"), Measure("TTFT", ttft, "less"))
-    view = comparison_view("sweep", ("concurrency", "CONC"), measures, ["slice", "staged"])
-    assert [line.split("\t") for line in tsv(view.columns, lines).splitlines()] == [
-        [
-            "concurrency",
-            "slice_tok_per_s",
-            "staged_tok_per_s",
-            "staged_tok_per_s_delta_ratio",
-            "slice_ttft_ns",
-            "staged_ttft_ns",
-            "staged_ttft_delta_ratio",
-            "slice_rooms",
-            "staged_rooms",
-        ],
-        ["4", "100.0", "250.0", "1.5", "8000000", "2000000", "-0.75", "7", "7"],
-        ["8", "100.0", "", "", "8000000", "", "", "7", ""],
-    ]
+def test_each_change_is_that_of_its_own_figure():
+    changes = {"delta_ratio": 1.5, "delta_significant": True, "ttft_delta_ratio": -0.75, "ttft_delta_significant": None}
+    columns = {
+        column.name: column.human(row("staged", **changes)) for column in STAGING.columns if "delta" in column.name
+    }
+    assert columns == {"delta": "+150%", "ttft_delta": "-75%?"}
 
 
 @pytest.mark.parametrize(

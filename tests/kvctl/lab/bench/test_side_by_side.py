@@ -97,7 +97,7 @@ class TestRounds:
         assert status == 1
         assert document["works"]["tp4-tp4"]["peer"] == []
         assert "| - | 1 GB/s | - | " in text
-        assert "- tp4-tp4, SGLang, round 1: 7 of 9 compared elements are wrong" in text
+        assert "Left out: tp4-tp4, SGLang, round 1: 7 of 9 compared elements are wrong" in text
 
     def test_what_there_is_no_time_for_is_not_run_and_is_noted(self, calls: list[str], tmp_path: Path) -> None:
         status, document, _ = self.measure(tmp_path, "--rows", "tp4-tp4", "--rounds", "1", "--seconds", "0")

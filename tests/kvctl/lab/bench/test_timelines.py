@@ -1,4 +1,4 @@
-"""Timelines of rooms and rings: joining both ends of a part, choosing a typical trial."""
+"""Timelines of rooms: joining both ends of a part, choosing a typical trial."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.room_timing import RoomTiming, TimedTrial
-from kvctl.lab.bench.timelines import layer_groups, ring_timelines, room_timelines, typical
+from kvctl.lab.bench.timelines import layer_groups, room_timelines, typical
 from kvctl.lab.bench.trials import Trial
 from kvctl.lab.ranks.messages import Room
 
@@ -27,13 +27,11 @@ def part(peer: str, chunk: int | None = 0, layers: tuple[int, int] = (0, 4), **m
     }
 
 
-def finished(
-    latency: int = 5, sent: list[Any] | None = None, received: list[Any] | None = None, ring: list[Any] | None = None
-) -> TimedTrial:
+def finished(latency: int = 5, sent: list[Any] | None = None, received: list[Any] | None = None) -> TimedTrial:
     room = Room(index=7, number=900, tokens=64, prefix_tokens=0, decode_dp=0)
     reports: Any = {
-        "prefill-0": {"waterfall": sent or [], "ring_samples": []},
-        "decode-0": {"waterfall": received or [], "ring_samples": ring or []},
+        "prefill-0": {"waterfall": sent or []},
+        "decode-0": {"waterfall": received or []},
     }
     timing = RoomTiming(room, 0, 1, 10, 9, 10 + latency, 10 + latency, 10 + latency, None, 1)
     return TimedTrial(Trial(CASE, 0, 0, (room,), reports, shown=7), {7: timing}, {})
@@ -63,14 +61,6 @@ def test_where_no_shown_room_succeeded_there_is_nothing_to_show():
     failed = TimedTrial(finished().trial, {}, {7: "lost"})
     assert typical([failed]) is None
     assert room_timelines({CASE: [failed]}, NAMES, PLAN) == []
-    assert ring_timelines({CASE: [failed]}, NAMES, {}) == []
-
-
-def test_rings_are_those_that_were_used():
-    ready: Any = {"decode-0": {"ring_bytes": 64}}
-    (life,) = ring_timelines({CASE: [finished(ring=[[1, 0], [2, 32]])]}, NAMES, ready)
-    assert life == {"agent": "decode-0", "path": "staged", "size_bytes": 64, "points": [[1, 0], [2, 32]]}
-    assert ring_timelines({CASE: [finished(ring=[[1, 0], [2, 0]])]}, NAMES, ready) == []
 
 
 def test_of_many_loads_the_one_in_the_middle_is_shown():

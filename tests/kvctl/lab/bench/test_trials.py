@@ -10,7 +10,7 @@ import pytest
 from kvctl.lab.bench.program import Case, SideBySide
 from kvctl.lab.bench.trials import Trial, TrialRunner
 from kvctl.lab.ranks.group import FleetError
-from kvctl.lab.ranks.messages import Room
+from kvctl.lab.ranks.messages import Prepare, Room, Run
 
 
 class FleetOnPaper:
@@ -25,25 +25,14 @@ class FleetOnPaper:
         self.held = list(held)
         self.loops: list[str] = []
 
-    def prepare(
-        self, batch: int, path: str, rooms: tuple[Room, ...], poison: bool, doing: str, pipeline: str = "off"
-    ) -> None:
-        self.prepared.append((batch, path, rooms))
-        self.pipelines.append(pipeline)
+    def prepare(self, command: Prepare, doing: str) -> None:
+        self.prepared.append((command.batch, command.path, command.rooms))
+        self.pipelines.append(command.pipeline)
 
-    def run(
-        self,
-        windows: Sequence[int],
-        rooms: Sequence[Room],
-        doing: str,
-        layer_ms: float,
-        decode_ms: float,
-        show: int = -1,
-        busy_engine: str = "off",
-    ) -> dict[str, Any]:
+    def run(self, command: Run, rooms: Sequence[Room], doing: str, busy_engine: str = "off") -> dict[str, Any]:
         self.loops.append(f"run {busy_engine}")
-        self.paces.append((layer_ms, decode_ms))
-        self.shown.append(show)
+        self.paces.append((command.layer_ms, command.decode_ms))
+        self.shown.append(command.show)
         return {"decode-0": {"held": self.held, "failures": [[0, "decode-0: peer lost"]]}}
 
     def measure_loop(self, busy_engine: str, seconds: float) -> dict[str, Any]:
@@ -170,9 +159,9 @@ class TestLimitedTime:
             super().__init__()
             self.clock = clock
 
-        def run(self, windows: Sequence[int], rooms: Sequence[Room], *more: Any) -> dict[str, Any]:
+        def run(self, command: Run, rooms: Sequence[Room], *more: Any) -> dict[str, Any]:
             self.clock[0] += len(rooms) * (self.prepared[-1][1] == "slice")
-            return super().run(windows, rooms, *more)
+            return super().run(command, rooms, *more)
 
     @pytest.fixture
     def fleet(self, monkeypatch: pytest.MonkeyPatch) -> FleetOnPaper:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvctl.lab.demo.leak_watch import ProcessHistory, fitted_slope
+from kvctl.lab.demo.leak_watch import ProcessHistory
 from kvctl.lab.ranks.messages import Usage
 
 MB = 1 << 20
@@ -25,10 +25,8 @@ def life(samples: list[Usage]) -> ProcessHistory:
 
 
 def test_a_line_s_slope_is_found_through_noise():
-    samples = [(float(at), 1000 + 50 * at + (at % 7) * 10) for at in range(200)]
-    assert fitted_slope(samples) == pytest.approx(50, rel=0.02)
-    assert fitted_slope(samples[:20]) is None
-    assert fitted_slope([(1.0, 5)] * 100) is None
+    here = life([usage(at, 1000 + 50 * at + (at % 7) * 10) for at in range(200)])
+    assert here.slope == pytest.approx(50, rel=0.02)
 
 
 def test_memory_that_grows_on_and_on_leaks():

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.traffic import RoomChoice, Router
+from kvctl.lab.demo.fleet import FleetPlan
+from kvctl.lab.demo.traffic import RoomChoice, Router, TrafficOptions
 
 Ranks = Callable[..., dict[str, Any]]
 ALL = {"p0-prefill-0": [0], "p0-prefill-1": [0], "p1-prefill-0": [1], "decode-0": [0, 1], "decode-1": [0, 1]}
 
 
 def router(ranks: dict[str, Any], **changes: Any) -> Router:
-    options = {"seed": 5, "tokens": (16, 1024), "page_size": 16, "slots": 8, "concurrency": 8, **changes}
-    return Router(ranks, **options)
+    options = {name: changes.pop(name) for name in ("aborts", "rate", "bursty") if name in changes}
+    plan = FleetPlan(**{"seed": 5, "tokens": (16, 1024), "page_size": 16, "concurrency": 8, **changes})
+    return Router(ranks, plan, TrafficOptions(**options))
 
 
 def chosen(router: Router, serving: dict[str, list[int]], count: int = 200, **in_flight: int) -> list[RoomChoice]:
@@ -85,8 +87,8 @@ def test_each_decode_group_has_its_share_of_the_rooms_in_flight(ranks: Ranks):
 
 
 def test_a_rank_without_a_place_waits_until_it_has_one(ranks: Ranks):
-    routing = router(ranks(), slots=2)
-    for _ in range(2):
+    routing = router(ranks())
+    for _ in range(FleetPlan(concurrency=8).slots):
         routing.taken("decode-0")
     assert {choice.room.decode_dp for choice in chosen(routing, ALL)} == {1}
     routing.freed("decode-0")
@@ -98,8 +100,8 @@ def test_a_rank_without_a_place_waits_until_it_has_one(ranks: Ranks):
 
 @pytest.mark.parametrize("bursty", [False, True])
 def test_rooms_come_at_the_rate_that_was_asked_for(ranks: Ranks, bursty: bool):
-    routing = router(ranks())
-    gaps = [routing.gap_s(50.0, bursty) for _ in range(20_000)]
+    routing = router(ranks(), rate=50.0, bursty=bursty)
+    gaps = [routing.gap_s() for _ in range(20_000)]
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 50, rel=0.1)
     short = Counter(gap < 1 / 400 for gap in gaps)[True] / len(gaps)
     assert short > 0.5 if bursty else short < 0.2

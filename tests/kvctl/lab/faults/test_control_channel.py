@@ -72,7 +72,7 @@ class Pair:
 
 
 def _telemetry(name: str) -> Telemetry:
-    return Telemetry(name, "prefill", history=16, timeline_events=64, recorder_events=256)
+    return Telemetry(name, "prefill")
 
 
 @pytest.fixture

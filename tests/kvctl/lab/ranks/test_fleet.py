@@ -7,11 +7,13 @@ import queue
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvctl.lab.ranks.request import Group, Load, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.worker import StateChange
 from kvctl_agent.contract.states import STAGES, RoomState
 
 MS = 1_000_000
@@ -153,15 +155,6 @@ def test_the_shown_room_s_parts_have_their_moments_on_both_sides(fleet: Start):
     assert ranks.run("staged")["decode-0"]["waterfall"] == []
 
 
-def test_the_ring_is_sampled_where_something_is_staged(fleet: Start):
-    ranks = fleet(loads=(Load(2, Tokens(values=(64,))),), rooms=8)
-    samples = ranks.run("staged", layer_ms=2.0)["decode-0"]["ring_samples"]
-    assert 2 < len(samples) <= 1024
-    assert any(used for _, used in samples)
-    assert [at for at, _ in samples] == sorted(at for at, _ in samples)
-    assert ranks.run("slice")["decode-0"]["ring_samples"] == []
-
-
 def test_rooms_come_at_their_time_and_time_in_the_queue_is_theirs(fleet: Start):
     asked = tuple(Request(arrival_ms=15.0 * index, tokens=16) for index in range(4))
     ranks = fleet(requests=asked, loads=(Load(1, Tokens()),), rooms=None)
@@ -201,6 +194,24 @@ def test_what_is_not_over_at_the_deadline_is_named(fleet: Start):
     assert all("run's deadline" in text or "run is over" in text for text in causes)
 
 
+def test_a_lost_instance_is_reported_at_once_when_a_room_has_ended(fleet: Start, monkeypatch: pytest.MonkeyPatch):
+    worker = fleet().workers["decode-0"]
+    serving, sent = list(worker.start.bootstraps), []
+    monkeypatch.setattr(worker, "send", lambda kind, data: sent.append((kind, data.get("instances"))))
+    monkeypatch.setattr(worker.agent, "serving", lambda: tuple(serving))
+
+    def end_room() -> None:
+        worker.handle(StateChange(SimpleNamespace(room=1 << 40), RoomState.FAILED, time.monotonic_ns()))
+        worker.inbox.put(None)
+        worker.next()
+
+    end_room()
+    sent.clear()
+    serving.clear()
+    end_room()
+    assert ("serving", []) in sent
+
+
 class RecordedQueue(queue.SimpleQueue[Any]):
     """Queue of state changes that keeps the states that were put into it."""
 
@@ -209,7 +220,8 @@ class RecordedQueue(queue.SimpleQueue[Any]):
         self.states: set[RoomState] = set()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        self.states.add(item.state)
+        if isinstance(item, StateChange):
+            self.states.add(item.state)
         super().put(item)
 
 
@@ -217,7 +229,7 @@ def test_ranks_are_woken_only_by_changes_that_they_act_on(fleet: Start):
     ranks = fleet(prefill=(Sizes(tp=2),))
     queues = {name: RecordedQueue() for name in ranks.workers}
     for name, worker in ranks.workers.items():
-        worker.changes = queues[name]
+        worker.inbox = queues[name]
     assert all(not report["failures"] for report in ranks.run("staged").values())
     for name, worker in ranks.workers.items():
         waits = {RoomState.WAITING_FOR_INPUT} if worker.start.role == "prefill" else set()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvctl.lab.ranks import content, gpu_engine, measure, resolve, sizing, worker
-from kvctl.lab.ranks.messages import Floors
+from kvctl.lab.ranks.messages import Measure
 from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.sizing import Budget
 from tests.support.host_device import HostDevice
@@ -58,15 +58,14 @@ def test_floors_of_a_device_are_measured(fleet: Callable[..., Any], monkeypatch:
     monkeypatch.setattr(measure, "device_gb_per_s", partial(measure.device_gb_per_s, nbytes=MIB))
     monkeypatch.setattr(measure, "peer_gb_per_s", partial(measure.peer_gb_per_s, nbytes=MIB))
     started = fleet(device="cuda")
-    prefill = started.workers["p0-prefill-0"]
     for kind in ("memcpy", "write", "device", "peer"):
-        assert (prefill.handle(Floors(kind))["gb_per_s"] or 0) > 0, kind
+        assert (started.ask("p0-prefill-0", Measure(kind))["gb_per_s"] or 0) > 0, kind
     succeeded(started, "staged")
 
 
 def test_host_pools_have_no_floor_of_a_device(fleet: Callable[..., Any]):
-    prefill = fleet().workers["p0-prefill-0"]
-    assert prefill.handle(Floors("device")) == prefill.handle(Floors("peer")) == {"gb_per_s": None}
+    started = fleet()
+    assert [started.ask("p0-prefill-0", Measure(kind)) for kind in ("device", "peer")] == [{"gb_per_s": None}] * 2
 
 
 def test_a_rank_that_computes_says_what_it_takes_alone(fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):

@@ -13,13 +13,11 @@ from kvctl.lab.ranks.compute import Computed
 from kvctl.lab.ranks.geometry import resolve_shape
 from kvctl.lab.ranks.gpu_engine import GpuEngine, LayerWork, layer_work
 from kvctl.lab.ranks.request import PlanRequest, Sizes
-from kvctl_agent.errors import DeadlineExceeded
 from kvctl_agent.layout.parallel import ParallelConfig
 
 pytest.importorskip("torch")
 
 TINY = LayerWork(((16, 48), (32, 16)), 4, 2, 8)
-FOREVER = 1 << 62
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +77,7 @@ def engine(**changes: Any) -> GpuEngine:
 def test_a_room_s_forward_is_computed_chunk_by_chunk():
     computes = engine()
     computes.prepare([20, 5])
-    job = computes.begin(time.monotonic_ns(), 3, FOREVER)
+    job = computes.begin(time.monotonic_ns(), 3)
     since = time.monotonic_ns()
     for chunk, tokens in enumerate((8, 8, 4)):
         assert job.compute(chunk, tokens, 0, 2) is None  # computed on return: there is nothing to wait for
@@ -95,7 +93,7 @@ def test_every_chunk_sees_those_before_it(monkeypatch: pytest.MonkeyPatch):
     computes.prepare([24])
     seen = []
     monkeypatch.setattr(computes, "_layer", type("Layer", (), {"compute": lambda self, *args: seen.append(args)})())
-    job = computes.begin(0, 3, FOREVER)
+    job = computes.begin(0, 3)
     for chunk, tokens in enumerate((8, 8, 4)):
         for layer in range(3):
             job.compute(chunk, tokens, layer, layer + 1)
@@ -129,8 +127,3 @@ def test_it_takes_no_more_rooms_than_it_can_begin_soon(monkeypatch: pytest.Monke
     assert not computes.ready
     passed.add(1)
     assert computes.ready
-
-
-def test_nothing_is_begun_beyond_the_deadline():
-    with pytest.raises(DeadlineExceeded, match="not begun at the run's deadline"):
-        engine().begin(0, 1, time.monotonic_ns() - 1)

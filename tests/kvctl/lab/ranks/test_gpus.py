@@ -83,7 +83,7 @@ def test_paths_on_gpus_include_direct(have: Callable[..., None]):
     ("changes", "says"),
     [
         ({"prefill_gpus": (1,)}, r"--prefill-gpus 1: this machine has no GPU 1, only GPU 0"),
-        ({"decode_gpus": (0, -1, 7)}, r"--decode-gpus 0,-1,7: this machine has no GPU -1,7"),
+        ({"decode_gpus": (0, 8, 7)}, r"--decode-gpus 0,8,7: this machine has no GPU 8,7"),
         ({"device": "cpu", "decode_gpus": (0,)}, r"--decode-gpus 0: pools are in host memory; give --device cuda"),
         ({"device": "cpu", "compute": "gpu"}, r"--compute gpu: .* --device cuda"),
         ({"device": "cpu", "memory_bytes": GIB, "paths": ("direct",)}, r"--path direct: .* --device cuda"),
@@ -95,6 +95,11 @@ def test_what_cannot_be_is_refused(have: Callable[..., None], changes: dict[str,
     have(140 * GIB)
     with pytest.raises(ConfigError, match=says):
         make_plan(request(**changes))
+
+
+def test_a_number_that_no_gpu_can_have_is_refused_by_its_range() -> None:
+    with pytest.raises(LayoutError, match="--decode-gpus is -1: it must be a whole number from 0 "):
+        make_plan(request(decode_gpus=(0, -1, 7)))
 
 
 def per_gpu(planned: Any, count: int) -> list[int]:

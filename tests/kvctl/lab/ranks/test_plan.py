@@ -391,7 +391,7 @@ def test_ways_of_grouping_layers_are_compared_and_a_threshold_that_none_reaches_
             "--path bulk .* pages are hnd and nhd, of 16 and 16 tokens: use slice, staged or auto",
         ),
         ({"decode": Sizes(tp=0)}, LayoutError, "tp is 0"),
-        ({"page_size": 0}, LayoutError, "page_size is 0"),
+        ({"page_size": 0}, LayoutError, "--page-size is 0"),
         ({"model": "lama-3.1-8b"}, ConfigError, "did you mean llama-3.1-8b"),
         ({"dtype": "bf61"}, ConfigError, "did you mean bf16"),
         ({"layers": 0}, LayoutError, "--layers is 0"),

@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 
+from kvctl.lab.replay.decode_invariants import DecodeInvariants
 from kvctl.lab.replay.player import play
+from kvctl.lab.replay.prefill_invariants import PrefillInvariants
+from kvctl.lab.replay.recordings import Input, Start
 from kvctl.lab.replay.verdicts import AgentVerdict, judge
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.prefill.send_room import PeerTransfer
 from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.protocol.ring import Position, Region, Ring, RingGate
 from tests.kvctl.lab.replay import recorded
-from tests.support.protocol.simulation import SECOND, Broken, mixed
+from tests.support.protocol.simulation import SECOND, Broken, World, mixed
 
 ROOMS = 6
 MOST = 20  # inputs that are enough for any of these
@@ -165,6 +170,51 @@ def test_the_replay_names_the_rule_and_few_inputs_that_break_it(
 
 def test_without_a_bug_all_of_it_is_clean() -> None:
     assert broken(range(6)) is None
+
+
+def prefill_inputs(role: str = "prefill") -> tuple[Start, list[Input]]:
+    logs = [log for log in history(0) if recorded.recording_of(log).segments()[0].start.checkpoint.local.role == role]
+    segment = recorded.recording_of(logs[0]).segments()[0]
+    return segment.start, list(segment.inputs())
+
+
+def test_an_error_of_the_checks_is_not_the_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, inputs = prefill_inputs()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("decode-0")
+
+    monkeypatch.setattr(PrefillInvariants, "check", fail)
+    with pytest.raises(KeyError, match="decode-0"):
+        play(start, inputs)
+
+
+def test_a_room_of_a_rank_of_unknown_layout_has_no_plan() -> None:
+    _, inputs = prefill_inputs()
+    opening, now_ns = next(
+        (item.event, item.now_ns)
+        for item in inputs
+        if isinstance(item.event, ev.Received) and isinstance(item.event.message, msg.RoomOpen)
+    )
+    accepted = msg.RoomAccepted(opening.message.room, opening.message.nonce)
+    checker = PrefillInvariants(World().p())
+    checker.check(opening, now_ns, [ev.Send(opening.peer, accepted)])
+    assert checker.rooms_checked == 1
+
+
+def test_a_room_that_is_opened_at_an_unknown_peer_is_not_checked() -> None:
+    _, inputs = prefill_inputs()
+    message = next(
+        item.event.message
+        for item in inputs
+        if isinstance(item.event, ev.Received) and isinstance(item.event.message, msg.RoomOpen)
+    )
+    _, calls = prefill_inputs("decode")
+    call = next(item for item in calls if isinstance(item.event, ev.OpenRoom) and item.event.room == message.room)
+    checker = DecodeInvariants(World().d())
+    opened = [ev.StateChanged(message.room, RoomState.BOOTSTRAPPING), ev.Send("prefill-9", message)]
+    checker.check(call.event, call.now_ns, opened)
+    checker.check(ev.Tick(), call.now_ns, [ev.StateChanged(message.room, RoomState.SUCCESS)])
 
 
 def test_a_written_test_runs_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+import zlib
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvctl.lab.replay.player import play
-from kvctl.lab.replay.recordings import AgentRecording
+from kvctl.lab.replay.recordings import AgentRecording, Piece
 from kvctl.lab.replay.verdicts import judge
-from kvctl_agent.errors import RecordingError
+from kvctl_agent.errors import RecordingError, RecordingVersionError
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.recording import InputLog
+from kvctl_agent.protocol.recording import InputLog, encode
 from tests.kvctl.lab.replay.recorded import RecordedWorld, header, recording_of
 from tests.support.protocol.scenarios import SHAPES, open_and_compute, preempt, reopen
 from tests.support.protocol.simulation import SECOND, mixed
@@ -135,9 +137,27 @@ def test_a_checkpoint_that_is_of_no_machine_is_refused_in_words(place: str) -> N
     found.tick(SECOND)
     (segment,) = recording_of(found.logs["decode-0"][0]).segments()
     start = segment.start
-    start.checkpoint.state[place] = 7
+    nodes = start.checkpoint.nodes
+    _, (keys,), *_ = nodes[0]
+    nodes[0][1 + nodes[keys].index(place)] = 7
     with pytest.raises(RecordingError, match="its checkpoint is of no machine"):
         play(start, segment.inputs())
+
+
+def test_inputs_of_another_build_are_refused_with_its_version() -> None:
+    agent = recording_of(RecordedWorld().logs["decode-0"][0], "decode-0")
+    agent.header["version"] = "0.0.9"
+    agent.pieces[0] = agent.pieces[0]._replace(body=zlib.compress(msgspec.msgpack.encode([3, {}])))
+    agent.pieces.append(Piece(1, "inputs", 0, 1, zlib.compress(encode(([], [(1, "Tick", ev.Tick(), "")])))))
+    with pytest.raises(RecordingVersionError) as caught:
+        judge([agent], None, None, lambda _: None)
+    assert str(caught.value) == (
+        "decode-0 was recorded by another build, kvctl 0.0.9: its checkpoints have version 3, not 4: "
+        "replay it with the build that recorded it"
+    )
+    agent.header["plan_version"] += 1
+    with pytest.raises(RecordingVersionError, match=r"kvctl 0\.0\.9: its plan has version"):
+        judge([agent], None, None, lambda _: None)
 
 
 def test_what_is_missing_is_told_with_its_own_reason() -> None:

@@ -1,7 +1,10 @@
 """Rooms that an engine aborts or decode never opens, and servers that die or stop, as SGLang's queues see them."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from tests.support.sglang.cases import Case, Model, Ranks, Room
 from tests.support.sglang.pair import Outcome, PDPair
@@ -21,6 +24,13 @@ CASE = Case(
 FINE = [Room(100, tokens=100), Room(101, tokens=64, chunks=(32,))]
 
 
+@pytest.fixture(scope="module")
+def pair(sglang_process: None) -> Iterator[PDPair]:
+    """A pair for tests in which no process ends."""
+    with PDPair(CASE) as shared:
+        yield shared
+
+
 def pages_held(scheduler: Any) -> int:
     """Failed requests whose pages decode may not use again."""
     scheduler.transfers.resolve_deferred_releases()
@@ -36,20 +46,20 @@ def check_others(outcome: Outcome, failed: set[int]) -> None:
     Outcome(rest, outcome.stray).check()
 
 
-def test_aborts_of_either_side_fail_the_room_on_both_and_no_other() -> None:
-    with PDPair(CASE) as pair:
-        rooms = [
-            Room(1, tokens=96, abort_prefill="bootstrapping"),
-            Room(2, tokens=96, abort_decode="bootstrapping"),
-            Room(3, tokens=96, chunks=(32,), abort_prefill="waiting"),
-            Room(4, tokens=96, chunks=(32,), abort_decode="waiting"),
-            Room(5, tokens=96, chunks=(32, 64), abort_prefill="chunk"),
-            Room(6, tokens=96, chunks=(32,), held=True, abort_decode="transferring"),
-        ]
-        outcome = pair.transfer([*rooms, *FINE], window=8)
-        check_others(outcome, {room.room for room in rooms})
-        # Their pages and metadata rows are there for others.
-        pair.transfer([Room(20 + i, tokens=480 if i == 5 else 96, chunks=(32,)) for i in range(8)], window=8).check()
+@pytest.mark.sample
+def test_aborts_of_either_side_fail_the_room_on_both_and_no_other(pair: PDPair) -> None:
+    rooms = [
+        Room(1, tokens=96, abort_prefill="bootstrapping"),
+        Room(2, tokens=96, abort_decode="bootstrapping"),
+        Room(3, tokens=96, chunks=(32,), abort_prefill="waiting"),
+        Room(4, tokens=96, chunks=(32,), abort_decode="waiting"),
+        Room(5, tokens=96, chunks=(32, 64), abort_prefill="chunk"),
+        Room(6, tokens=96, chunks=(32,), held=True, abort_decode="transferring"),
+    ]
+    outcome = pair.transfer([*rooms, *FINE], window=8)
+    check_others(outcome, {room.room for room in rooms})
+    # Their pages and metadata rows are there for others.
+    pair.transfer([Room(20 + i, tokens=480 if i == 5 else 96, chunks=(32,)) for i in range(8)], window=8).check()
 
 
 def test_another_prompt_at_decode_fails_the_room_on_every_rank_of_both_servers() -> None:
@@ -69,13 +79,13 @@ def test_another_prompt_at_decode_fails_the_room_on_every_rank_of_both_servers()
         pair.transfer(FINE).check()
 
 
-def test_room_that_decode_never_opens_fails_after_sglangs_bootstrap_timeout() -> None:
-    with PDPair(CASE) as pair:
-        outcome = pair.transfer([Room(7, opened=False), *FINE])
-        check_others(outcome, {7})
-        pair.transfer(FINE).check()
+def test_room_that_decode_never_opens_fails_after_sglangs_bootstrap_timeout(pair: PDPair) -> None:
+    outcome = pair.transfer([Room(7, opened=False), *FINE])
+    check_others(outcome, {7})
+    pair.transfer(FINE).check()
 
 
+@pytest.mark.sample
 def test_decode_fails_the_rooms_of_a_killed_prefill_and_serves_its_successor() -> None:
     with PDPair(CASE) as pair:
         pair.transfer(FINE).check()
@@ -106,17 +116,16 @@ def test_prefill_fails_the_rooms_of_a_killed_decode_and_serves_its_successor() -
         pair.transfer(FINE).check()
 
 
-def test_rooms_go_on_when_a_frozen_decode_continues() -> None:
-    with PDPair(CASE) as pair:
-        rooms = [Room(11, tokens=480, chunks=(64, 128, 256)), *FINE]
-        pair.begin(rooms, "decode")
-        pair.begin(rooms, "prefill")
-        pair.wait_event("prefill", "chunk", 11, count=2)
-        pair.freeze("decode")
-        pair.wait_event("prefill", "sent", 11, count=2)
-        pair.thaw("decode")
-        outcome = pair.finish("decode", pair.finish("prefill"))
-        Outcome(outcome.rooms, pair.settle()).check()
+def test_rooms_go_on_when_a_frozen_decode_continues(pair: PDPair) -> None:
+    rooms = [Room(11, tokens=480, chunks=(64, 128, 256)), *FINE]
+    pair.begin(rooms, "decode")
+    pair.begin(rooms, "prefill")
+    pair.wait_event("prefill", "chunk", 11, count=2)
+    pair.freeze("decode")
+    pair.wait_event("prefill", "sent", 11, count=2)
+    pair.thaw("decode")
+    outcome = pair.finish("decode", pair.finish("prefill"))
+    Outcome(outcome.rooms, pair.settle()).check()
 
 
 def test_pages_are_held_while_a_frozen_prefill_could_write_to_them() -> None:

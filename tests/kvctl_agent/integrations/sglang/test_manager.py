@@ -1,5 +1,7 @@
 """The manager of the backend `kvctl` between requests: sleep mode, its end before a role switch; states of rooms."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from kvctl_agent.contract.states import RoomState
@@ -47,42 +49,46 @@ def test_both_ends_of_a_room_have_the_id_of_its_request() -> None:
             }, role
 
 
-@pytest.mark.parametrize("prefix", [0, 64])
-def test_a_room_that_decode_has_opened_waits_for_input_from_the_first_poll_on(prefix: int) -> None:
+@pytest.fixture(scope="module")
+def pair(sglang_process: None) -> Iterator[PDPair]:
+    """A pair for tests that leave nothing behind; each takes rooms of its own."""
+    with PDPair(CASE) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize(("number", "prefix"), [(1, 0), (2, 64)])
+def test_a_room_that_decode_has_opened_waits_for_input_from_the_first_poll_on(
+    pair: PDPair, number: int, prefix: int
+) -> None:
     """A scheduler polls once per forward: a state that comes a moment later costs the request a whole forward."""
-    room = Room(1, tokens=100, prefix=prefix)
-    with PDPair(CASE) as pair:
-        pair.begin([room], "decode")
-        served = pair.call("prefill", managers.serve_opened, room)
-        assert set(served.values()) == {(RoomState.WAITING_FOR_INPUT, "success")}
-        pair.finish("decode").check()
+    room = Room(number, tokens=100, prefix=prefix)
+    pair.begin([room], "decode")
+    served = pair.call("prefill", managers.serve_opened, room)
+    assert set(served.values()) == {(RoomState.WAITING_FOR_INPUT, "success")}
+    pair.finish("decode").check()
 
 
-def test_a_sent_room_ends_before_decode_confirms_it_and_another_of_its_number_waits() -> None:
+def test_a_sent_room_ends_before_decode_confirms_it_and_another_of_its_number_waits(pair: PDPair) -> None:
     """As with SGLang's own backends, whose requests do not wait on a prefill rank for what decode does with the KV."""
-    room = Room(1, tokens=100)
-    with PDPair(CASE) as pair:
-        pair.begin([room], "decode")
-        assert set(pair.call("prefill", managers.serve_unconfirmed, room).values()) == {"success"}
-        pair.finish("decode").check()
-        pair.begin([room], "decode")
-        served = pair.call("prefill", managers.serve_again, room)
-        assert set(served.values()) == {(RoomState.BOOTSTRAPPING, "success")}
-        pair.finish("decode").check()
-        pair.transfer([Room(2, tokens=100)]).check()
+    room = Room(3, tokens=100)
+    pair.begin([room], "decode")
+    assert set(pair.call("prefill", managers.serve_unconfirmed, room).values()) == {"success"}
+    pair.finish("decode").check()
+    pair.begin([room], "decode")
+    served = pair.call("prefill", managers.serve_again, room)
+    assert set(served.values()) == {(RoomState.BOOTSTRAPPING, "success")}
+    pair.finish("decode").check()
+    pair.transfer([Room(4, tokens=100)]).check()
 
 
-def test_nothing_is_kept_of_a_prefill_server_that_has_ended() -> None:
-    with PDPair(CASE) as pair:
-        assert set(pair.call("decode", managers.forget_dead_server).values()) == {0}
+def test_nothing_is_kept_of_a_prefill_server_that_has_ended(pair: PDPair) -> None:
+    assert set(pair.call("decode", managers.forget_dead_server).values()) == {0}
 
 
-def test_requests_at_wrong_dp_ranks_take_a_bounded_number_of_threads() -> None:
-    with PDPair(CASE) as pair:
-        assert set(pair.call("prefill", managers.decline_many).values()) <= {0, 16}
+def test_requests_at_wrong_dp_ranks_take_a_bounded_number_of_threads(pair: PDPair) -> None:
+    assert set(pair.call("prefill", managers.decline_many).values()) <= {0, 16}
 
 
-def test_the_end_of_a_room_is_not_taken_for_that_of_the_next_one_with_its_number() -> None:
-    with PDPair(CASE) as pair:
-        served = pair.call("prefill", managers.begin_beside_endings)
-        assert {tuple(states) for states in served.values()} == {(RoomState.BOOTSTRAPPING, RoomState.FAILED)}
+def test_the_end_of_a_room_is_not_taken_for_that_of_the_next_one_with_its_number(pair: PDPair) -> None:
+    served = pair.call("prefill", managers.begin_beside_endings)
+    assert {tuple(states) for states in served.values()} == {(RoomState.BOOTSTRAPPING, RoomState.FAILED)}

@@ -4,64 +4,93 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import vl_convert
 
-from kvctl.lab.bench.timelines import PartTimeline, RingTimeline, RoomTimeline
+from kvctl.lab.bench.timelines import PartTimeline, RoomTimeline
 
 _SAVED = json.loads((Path(__file__).parent / "saved.json").read_text())
+_PAIR = r"(-?[\d.e-]+),(-?[\d.e-]+)"
 MS = 1_000_000
 
 
 class Drawing:
-    """One SVG, with its axes read back from gridlines and labels as a reader's eye would."""
+    """One SVG as a reader sees it: its texts, its axes, and its marks with their tooltips."""
 
     def __init__(self, svg: ET.Element) -> None:
-        self.svg = svg
-        self.width, self.height = (float(each) for each in svg.attrib["viewBox"].split()[2:])
+        self.name = svg.get("aria-label")
+        self._svg = svg
 
-    def texts(self, style: str = "") -> list[str]:
-        return [element.text or "" for element in self._texts(style)]
+    def texts(self) -> list[str]:
+        """Notes, names of limits and titles of columns, without axes and legends."""
+        groups = self._groups("role-mark", "role-column-header")
+        return [each.text or "" for group in groups for each in group.iter("text")]
 
-    def _texts(self, style: str) -> list[ET.Element]:
-        return [each for each in self.svg.iter("text") if style in each.get("class", "").split() or not style]
+    def legend(self) -> list[str]:
+        return [each.text or "" for group in self._groups("role-legend-label") for each in group.iter("text")]
 
     def tips(self) -> list[str]:
-        return [element.text or "" for element in self.svg.iter("title")]
+        return [element.text or "" for element in self._svg.iter("title")]
 
-    def ticks(self, axis: str) -> list[tuple[float, str]]:
-        """Position and label of each tick of "x" or "y"."""
-        shift = 4 if axis == "y" else 0
-        return [(float(each.attrib[axis]) - shift, each.text or "") for each in self._texts(axis)]
+    def axis(self, axis: str) -> str:
+        """Title, scale and ends of axis "X" or "Y", as a screen reader reads them out."""
+        labels = (each.get("aria-label", "") for each in self._svg.iter("g"))
+        return next(label for label in labels if label.startswith(f"{axis}-axis"))
 
-    def groups(self, style: str) -> list[ET.Element]:
-        """Groups of that class, in drawing order."""
-        return [each for each in self.svg.iter("g") if style in each.get("class", "").split()]
+    def ticks(self, axis: str) -> list[str]:
+        """Labels of axis "X" or "Y"."""
+        group = next(each for each in self._svg.iter("g") if each.get("aria-label", "").startswith(f"{axis}-axis"))
+        labels = (each for each in group.iter("g") if "role-axis-label" in each.get("class", ""))
+        return [text.text or "" for each in labels for text in each.iter("text") if text.get("opacity") != "0"]
 
-    def lines(self) -> dict[str, list[tuple[float, float]]]:
-        """Points of each series, by the name that its tooltips begin with."""
-        found = {}
-        for group in self.groups("series"):
-            name = (group.findtext("./g/title") or "").split(" · ")[0]
-            route = group.find("polyline")
-            points = route.attrib["points"].split() if route is not None else []
-            found[name] = [(float(x), float(y)) for x, y in (point.split(",") for point in points)]
-        return found
+    def points(self) -> list[tuple[str, float, float]]:
+        """Tooltip and position of each point."""
+        marks = [each for each in self._svg.iter("path") if each.get("aria-roledescription") == "point"]
+        places = [re.match(rf"translate\({_PAIR}\)", each.attrib["transform"]) for each in marks]
+        return [
+            (mark.get("aria-label", ""), float(at[1]), float(at[2]))
+            for mark, at in zip(marks, places, strict=True)
+            if at
+        ]
 
-    def boxes(self) -> Iterator[tuple[float, float, float, float]]:
-        """(left, top, right, bottom) of every upright text, from its anchor and its length."""
-        for text in self.svg.iter("text"):
-            if text.get("transform"):
-                continue
-            wide = 0.52 * 11.5 * len(text.text or "")
-            x, y = float(text.attrib["x"]), float(text.attrib["y"])
-            anchor = "end" if text.get("class") == "lane" else text.get("text-anchor", "start")
-            left = x - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
-            yield left, y - 8.5, left + wide, y + 2.5
+    def bars(self) -> list[tuple[str, float, float, str]]:
+        """Tooltip, start, width and colour of each piece of a bar."""
+        marks = [each for each in self._svg.iter("path") if each.get("aria-roledescription") == "bar"]
+        shapes = [re.match(rf"M{_PAIR}h(-?[\d.e-]+)", each.attrib["d"]) for each in marks]
+        return [
+            (mark.get("aria-label", ""), float(shape[1]), float(shape[3]), mark.get("fill", ""))
+            for mark, shape in zip(marks, shapes, strict=True)
+            if shape
+        ]
+
+    def _groups(self, *styles: str) -> list[ET.Element]:
+        return [each for each in self._svg.iter("g") if set(styles) & set(each.get("class", "").split())]
+
+
+@pytest.fixture(autouse=True)
+def drawn_once(monkeypatch: pytest.MonkeyPatch, chart_engine: None) -> None:
+    """Draws each specification once, because most tests show the same document."""
+    monkeypatch.setattr(
+        vl_convert, "vegalite_to_svg", lambda spec, *args, **more: _drawn(json.dumps(spec), *map(json.dumps, args))
+    )
+
+
+@pytest.fixture
+def charts_left_out(drawn_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces charts by empty drawings, for tests of the rest of the page."""
+    monkeypatch.setattr(vl_convert, "vegalite_to_svg", lambda *_, **more: '<svg viewBox="0 0 1 1"></svg>')
+
+
+@cache
+def _drawn(*args: str, draw: Callable[..., str] = vl_convert.vegalite_to_svg) -> str:
+    return draw(*map(json.loads, args), allowed_base_urls=[])
 
 
 @pytest.fixture
@@ -111,18 +140,6 @@ def room(part: Callable[..., PartTimeline]) -> Callable[..., RoomTimeline]:
             "success_ns": second + 27 * MS,
             "parts": parts or (part((0, 16), second + 10 * MS), part((16, 32), second + 20 * MS)),
         }
-        return {**life, **changes}  # type: ignore[typeddict-item,return-value]
-
-    return make
-
-
-@pytest.fixture
-def ring() -> Callable[..., RingTimeline]:
-    """Makes a ring sampled every 10 ms."""
-
-    def make(size_mib: int = 64, used_mib: tuple[int, ...] = (0, 32, 48, 0), **changes: Any) -> RingTimeline:
-        points = [[10 * MS * number, used << 20] for number, used in enumerate(used_mib)]
-        life = {"agent": "decode-0", "path": "staged", "size_bytes": size_mib << 20, "points": points}
         return {**life, **changes}  # type: ignore[typeddict-item,return-value]
 
     return make

@@ -1,13 +1,15 @@
-"""Text is always escaped, and the result is well-formed."""
+"""Text is always escaped, and the result is well-formed; formatting of numbers."""
 
 from __future__ import annotations
 
+import math
 import xml.etree.ElementTree as ET
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.lab.bench.html.markup import Markup, escape, joined, tag
+from kvctl.lab.bench.html.markup import Markup, escape, joined, number, significant, tag
 
 # XML readers turn carriage returns into newlines.
 anything = st.text(alphabet=st.characters(exclude_categories=(), exclude_characters="\r"))
@@ -21,10 +23,7 @@ class TestTag:
         assert tag("p", title='"><script>') == '<p title="&quot;&gt;&lt;script&gt;"></p>'
 
     def test_names_of_attributes_follow_python_s_rules_only_here(self) -> None:
-        assert tag("g", class_="a", stroke_width=2) == '<g class="a" stroke-width="2"></g>'
-
-    def test_numbers_are_as_fine_as_a_screen(self) -> None:
-        assert tag("g", x=1 / 3, y=2.0, z=-0.001) == '<g x="0.33" y="2" z="-0"></g>'
+        assert tag("g", class_="a", name_="b") == '<g class="a" name="b"></g>'
 
     def test_what_is_none_is_left_out(self) -> None:
         assert tag("g", None, "x", id=None) == "<g>x</g>"
@@ -40,3 +39,16 @@ class TestTag:
         for was, now in zip(attribute, read.attrib["title"], strict=True):
             assert now in {was, "\ufffd"} or (was in "\n\t" and now == " ")
         escape(text).encode("utf-8")
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(None, "-"), (0, "0"), (0.0042, "0.0042"), (0.343, "0.34"), (12.34, "12.3"), (1234, "1,234")],
+    )
+    def test_three_digits_that_mean_something(self, value: float | None, text: str) -> None:
+        assert significant(value) == text
+
+    @pytest.mark.parametrize("value", [None, "3", True, math.nan, math.inf, [1]])
+    def test_what_is_no_number_is_unknown(self, value: object) -> None:
+        assert number(value) is None

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.integrations.sglang.observe import events, hooks
-from kvctl_agent.integrations.sglang.observe.events import Begun, EventBuffer, GateWait, PartSent
+from kvctl_agent.integrations.sglang.observe import hooks
+from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
+from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker
 
 
 class Target:
@@ -63,23 +64,31 @@ def test_a_class_without_the_method_stays_as_it_is() -> None:
     assert not hasattr(own, "unknown")
 
 
-def test_unread_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MOST_UNREAD", 3)
-    buffer = EventBuffer()
-    for room in range(5):
-        buffer.add(Begun(1, room, 1))
-    assert [event.room for event in buffer.events] == [0, 1, 2]
-    assert buffer.dropped == 2
-
-
 # ---- transfer workers --------------------------------------------------------------------------------------------
+
+
+class Recorded(EventQueue):
+    """Keeps the events for the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added: list[tuple[Any, ...]] = []
+
+    def add(self, method: Any, *arguments: Any) -> None:
+        self.added.append((method, *arguments))
+
+    def taken(self) -> list[tuple[Any, ...]]:
+        """Returns the events since the last call."""
+        found, self.added = self.added, []
+        return found
 
 
 class Manager:
     """A stand-in with the methods of NixlKVManager that a worker calls."""
 
     def __init__(self) -> None:
-        setattr(self, hooks.BUFFER, EventBuffer())
+        self.events = Recorded()
+        setattr(self, hooks.EVENTS, self.events)
         info = SimpleNamespace(endpoint="10.0.0.2", dst_port=5, decode_tp_size=1)
         self.decode_kv_args_table = {"session": info}
 
@@ -128,27 +137,27 @@ def hooked() -> tuple[Any, Any, Any]:
 def test_a_staged_chunk_waits_for_a_grant_and_the_watermark_and_is_sent() -> None:
     managers, strategies, queues = hooked()
     manager = managers()
-    buffer, strategy = hooks.buffer_of(manager), strategies(manager)
-    queue = queues(*[a_chunk()] * 3)
+    strategy, queue = strategies(manager), queues(*[a_chunk()] * 4)
     waits = []
-    for result in ((False, 1, -1, 0, -1), (False, 1, 0, 3, 64), (True, 1, 0, 3, 64)):
+    for result in ((False, 1, -1, 0, -1), (False, 1, 0, 3, 64), (False, 1, 0, 3, 64), (True, 1, 0, 3, 64)):
         queue.get()
         strategy.result = result
         strategy.check_ready(REQUEST, 4, 4, "session")
-        waits.append(buffer.waits.get((7, 1, "session")))
-    grant, watermark, none = waits
-    assert isinstance(grant, GateWait)
-    assert (grant.end, watermark.round, watermark.end, none) == (-1, 3, 64, None)
-    assert watermark.since_ns == grant.since_ns
+        waits.append((len(manager.events.taken()), dict(manager.events.waits)))
+    key = (7, 1, "10.0.0.2:5")
+    assert [number for number, _ in waits] == [1, 1, 0, 1]  # only changes are events
+    assert (waits[0][1][key].pages, waits[0][1][key].end) == (4, -1)
+    assert (waits[1][1][key].round, waits[1][1][key].end) == (3, 64)
+    assert waits[3][1] == {}
     handle = manager.send_kvcache_staged("session", [1, 2, 3, 4])
-    assert not buffer.events  # posted, not done
+    assert manager.events.taken() == []  # posted, not done
     manager._await_handles([handle], failure_seen=False)
     manager._await_handles([handle], failure_seen=False)
-    (part,) = buffer.events
-    assert isinstance(part, PartSent)
+    ((method, at_ns, part),) = manager.events.taken()
+    assert method is Tracker.part_sent
     assert (part.room, part.first_page, part.pages, part.endpoint) == (7, 4, 4, "10.0.0.2:5")
     assert (part.path, part.gated) == ("staged", True)
-    times = [part.dequeued_ns, part.passed_ns, part.posted_ns or 0, part.at_ns]
+    times = [part.dequeued_ns, part.passed_ns, part.posted_ns or 0, at_ns]
     assert times == sorted(times)
 
 
@@ -157,7 +166,8 @@ def test_a_synchronous_write_is_done_when_it_returns() -> None:
     manager = managers()
     queues(a_chunk()).get()
     manager.send_kvcache("session", [1, 2, 3, 4])
-    (part,) = hooks.buffer_of(manager).events
+    ((_, _, part),) = manager.events.taken()
+    assert isinstance(part, SentPart)
     assert (part.path, part.posted_ns, part.gated) == ("bulk", None, False)
 
 
@@ -167,7 +177,7 @@ def test_a_write_that_failed_is_no_part() -> None:
     queues(a_chunk()).get()
     manager.send_kvcache_staged("session", [])
     manager._await_handles([], failure_seen=True)
-    assert not hooks.buffer_of(manager).events
+    assert manager.events.taken() == []
 
 
 def test_a_chunk_that_can_never_fit_is_the_cause_of_the_failure() -> None:
@@ -176,5 +186,6 @@ def test_a_chunk_that_can_never_fit_is_the_cause_of_the_failure() -> None:
     strategy = strategies(manager)
     strategy.result = (False, 1, -2, 0, -1)
     strategy.check_ready(REQUEST, 4, 4, "session")
-    (failed,) = hooks.buffer_of(manager).events
-    assert failed.reason == "chunk 1 of 4 pages exceeds the ring buffer of decode rank 10.0.0.2:5"
+    ((method, _, room, reason),) = manager.events.taken()
+    assert (method, room) == (Tracker.failed, 7)
+    assert reason == "chunk 1 of 4 pages exceeds the ring buffer of decode rank 10.0.0.2:5"

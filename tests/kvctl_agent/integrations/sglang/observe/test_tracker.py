@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from msgspec.structs import replace
 
-from kvctl_agent.integrations.sglang.observe import events as ev
+from kvctl_agent.contract.admin import LOCK_SUFFIX
 from kvctl_agent.integrations.sglang.observe.failure_codes import code_of
-from kvctl_agent.integrations.sglang.observe.tracker import RankShape, Tracker
+from kvctl_agent.integrations.sglang.observe.manager_state import RankShape
+from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker, Wait, Writer
 from kvctl_agent.telemetry.hub import Telemetry
+from tests.support.folded import folded
 
 MS = 1_000_000
 PAGE = 4096
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
-WRITERS = tuple(ev.Writer(rank, f"10.0.0.1:{rank}", f"prefill-tp{rank}", "10.0.0.1:8998", True) for rank in range(2))
+WRITERS = tuple(Writer(rank, f"10.0.0.1:{rank}", f"prefill-tp{rank}", "10.0.0.1:8998", True) for rank in range(2))
+
+Event = tuple[Any, ...]
+"""A method of the tracker and its arguments."""
 
 
-@pytest.fixture
-def telemetry(request: Any) -> Telemetry:
-    return Telemetry("me", request.param, history=8, timeline_events=64, recorder_events=64)
+def tracker(role: Any, directory: Path | None = None, waits: dict[tuple[int, int, str], Wait] | None = None) -> Tracker:
+    shape = RankShape(role, PAGE, (0, 4), tp_size=2, heads=4, total_heads=8)
+    telemetry = Telemetry("me", role)
+    telemetry.collected = []
+    return Tracker("me", shape, telemetry, {} if waits is None else waits, directory or Path("/nonexistent"))
 
 
-def tracker(role: Any) -> Tracker:
-    telemetry = Telemetry("me", role, history=8, timeline_events=64, recorder_events=64)
-    return Tracker("me", RankShape(role, PAGE, (0, 4), tp_size=2, heads=4, total_heads=8), telemetry)
+def apply(tracker: Tracker, *events: Event) -> None:
+    for method, *arguments in events:
+        method(tracker, *arguments)
 
 
-def apply(tracker: Tracker, *events: ev.Event) -> None:
-    for event in events:
-        tracker.apply(event)
+def rows(tracker: Tracker, number: int = 7) -> list[Any]:
+    """What an observer makes of a room's records."""
+    return list(folded(tracker.telemetry).rooms.detail(number))
 
 
 def row(tracker: Tracker, number: int = 7) -> Any:
-    (found,) = tracker.telemetry.rooms.detail(number)
+    (found,) = rows(tracker, number)
     return found
 
 
 def counter(tracker: Tracker, name: str, *labels: str) -> float:
-    return tracker.telemetry.metrics.total(name, *labels)
+    return folded(tracker.telemetry).metrics.total(name, *labels)
 
 
-def sent(room: int, first_page: int, at_ns: int, **changes: Any) -> ev.PartSent:
-    part = ev.PartSent(at_ns, room, first_page, 2, "10.0.0.2:5", 2, "bulk", at_ns - 3, False, at_ns - 2, at_ns - 1)
-    return replace(part, **changes)
+def sent(room: int, first_page: int, at_ns: int, **changes: Any) -> Event:
+    part = SentPart(room, first_page, 2, "10.0.0.2:5", 2, "bulk", at_ns - 3, False, at_ns - 2, at_ns - 1)
+    return Tracker.part_sent, at_ns, part._replace(**changes)
 
 
 class TestPrefill:
@@ -52,17 +60,17 @@ class TestPrefill:
         seen = tracker("prefill")
         apply(
             seen,
-            ev.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
-            ev.Begun(1 * MS, 7, 4),
-            ev.Accepted(2 * MS, 7, ("10.0.0.2:5", "10.0.0.2:6")),
-            ev.StatusChanged(2 * MS, 7, WAITING),
-            ev.ChunkReady(3 * MS, 7, 0, 2, False),
-            ev.StatusChanged(4 * MS, 7, TRANSFERRING),
+            (Tracker.status_changed, 1 * MS, 7, BOOTSTRAPPING),
+            (Tracker.begun, 1 * MS, 7, 4),
+            (Tracker.accepted, 2 * MS, 7, ("10.0.0.2:5", "10.0.0.2:6")),
+            (Tracker.status_changed, 2 * MS, 7, WAITING),
+            (Tracker.chunk_ready, 3 * MS, 7, 0, False),
+            (Tracker.status_changed, 4 * MS, 7, TRANSFERRING),
             sent(7, 0, 5 * MS),
-            ev.ChunkReady(6 * MS, 7, 2, 2, True),
+            (Tracker.chunk_ready, 6 * MS, 7, 2, True),
             sent(7, 2, 8 * MS),
-            ev.StatusChanged(9 * MS, 7, SUCCESS),
-            ev.Cleared(20 * MS, 7),
+            (Tracker.status_changed, 9 * MS, 7, SUCCESS),
+            (Tracker.cleared, 20 * MS, 7),
         )
         room = row(seen)
         assert (room["state"], room["pages"], room["parts"], room["bytes"]) == ("Success", 4, 2, 4 * PAGE)
@@ -78,9 +86,9 @@ class TestPrefill:
         seen = tracker("prefill")
         apply(
             seen,
-            ev.Accepted(1 * MS, 7, ("10.0.0.2:5",)),
-            ev.StatusChanged(1 * MS, 7, WAITING),
-            ev.StatusChanged(2 * MS, 7, BOOTSTRAPPING),  # of the sender: the higher state stays
+            (Tracker.accepted, 1 * MS, 7, ("10.0.0.2:5",)),
+            (Tracker.status_changed, 1 * MS, 7, WAITING),
+            (Tracker.status_changed, 2 * MS, 7, BOOTSTRAPPING),  # of the sender: the higher state stays
         )
         assert row(seen)["state"] == "WaitingForInput"
         assert row(seen)["peers"] == ["10.0.0.2:5"]
@@ -93,14 +101,27 @@ class TestPrefill:
         seen = tracker("prefill")
         apply(
             seen,
-            ev.StatusChanged(0, 7, WAITING),
-            ev.ChunkReady(1 * MS, 7, 0, 2, True),
+            (Tracker.status_changed, 0, 7, WAITING),
+            (Tracker.chunk_ready, 1 * MS, 7, 0, True),
             sent(7, 0, 9 * MS, path="staged", gated=True, passed_ns=7 * MS, posted_ns=8 * MS),
         )
-        (layers,) = seen.telemetry.stages.rows()
+        (layers,) = folded(seen.telemetry).stages.rows()
         assert layers["path"] == "staged"
         assert layers["stages"]["gate"]["p50_ns"] == pytest.approx(6 * MS, rel=0.04)
         assert layers["stages"]["queue"]["count"] == 0
+
+    def test_decode_ranks_of_this_host_are_named(self, tmp_path: Path) -> None:
+        (tmp_path / f"decode-tp0@b:1{LOCK_SUFFIX}").write_text("1\n10.0.0.2:5")
+        seen = tracker("prefill", tmp_path)
+        apply(
+            seen,
+            (Tracker.accepted, 1, 7, ("10.0.0.2:5", "10.0.0.3:5")),
+            (Tracker.chunk_ready, 2, 7, 0, True),
+            sent(7, 0, 9),
+        )
+        assert row(seen)["peers"] == ["decode-tp0@b:1", "10.0.0.3:5"]
+        peers = [event["peer"] for event in row(seen)["timeline"] if event["stage"] in ("accept", "wire")]
+        assert peers == ["decode-tp0@b:1", "10.0.0.3:5", "decode-tp0@b:1"]
 
 
 class TestFailures:
@@ -108,13 +129,13 @@ class TestFailures:
         seen = tracker("decode")
         apply(
             seen,
-            ev.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
-            ev.WritersKnown(1 * MS, 7, WRITERS, False),
-            ev.Failed(2 * MS, 7, "NIXL transfer encountered ERR room=7", 1),
-            ev.StatusChanged(2 * MS, 7, FAILED),
-            ev.Failed(3 * MS, 7, "Aborted by AbortReq.", None),
-            ev.StatusChanged(4 * MS, 7, SUCCESS),  # Failed is final
-            ev.Cleared(5 * MS, 7),
+            (Tracker.status_changed, 1 * MS, 7, BOOTSTRAPPING),
+            (Tracker.writers_known, 1 * MS, 7, WRITERS, False),
+            (Tracker.failed, 2 * MS, 7, "NIXL transfer encountered ERR room=7", 1),
+            (Tracker.status_changed, 2 * MS, 7, FAILED),
+            (Tracker.failed, 3 * MS, 7, "Aborted by AbortReq.", None),
+            (Tracker.status_changed, 4 * MS, 7, SUCCESS),  # Failed is final
+            (Tracker.cleared, 5 * MS, 7),
         )
         failure = row(seen)["failure"]
         assert (failure["rank"], failure["code"]) == ("prefill-tp1", "KV_TRANSPORT")
@@ -124,32 +145,38 @@ class TestFailures:
 
     def test_a_late_reason_does_not_fail_a_room_that_succeeded(self) -> None:
         seen = tracker("decode")
-        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.StatusChanged(2, 7, SUCCESS), ev.Failed(3, 7, "late", None))
+        apply(
+            seen,
+            (Tracker.status_changed, 1, 7, WAITING),
+            (Tracker.status_changed, 2, 7, SUCCESS),
+            (Tracker.failed, 3, 7, "late", None),
+        )
         assert row(seen)["failure"] is None
 
     def test_a_room_given_up_without_an_end_has_failed(self) -> None:
         seen = tracker("decode")
-        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.Cleared(2, 7))
+        apply(seen, (Tracker.status_changed, 1, 7, WAITING), (Tracker.cleared, 2, 7))
         assert row(seen)["failure"]["code"] == "ABORTED"
         assert row(seen)["state"] == "Failed"
 
     def test_a_state_other_than_an_opening_one_creates_no_room(self) -> None:
         seen = tracker("decode")
-        apply(seen, ev.StatusChanged(1, 7, SUCCESS), ev.StatusChanged(1, 7, FAILED), ev.Failed(1, 7, "x", None))
+        apply(
+            seen,
+            (Tracker.status_changed, 1, 7, SUCCESS),
+            (Tracker.status_changed, 1, 7, FAILED),
+            (Tracker.failed, 1, 7, "x", None),
+        )
         assert not seen.rooms
 
     def test_a_number_used_again_is_another_room(self) -> None:
         seen = tracker("decode")
         for start in (0, 10):
-            apply(seen, ev.StatusChanged(start + 1, 7, WAITING), ev.StatusChanged(start + 2, 7, SUCCESS))
-            apply(seen, ev.Cleared(start + 3, 7))
-        assert [found["state"] for found in seen.telemetry.rooms.detail(7)] == ["Success", "Success"]
-
-    def test_rooms_whose_end_was_dropped_are_ended(self) -> None:
-        seen = tracker("decode")
-        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.StatusChanged(1, 8, WAITING))
-        seen.forget_except({8}, 5)
-        assert set(seen.rooms) == {8}
+            apply(
+                seen, (Tracker.status_changed, start + 1, 7, WAITING), (Tracker.status_changed, start + 2, 7, SUCCESS)
+            )
+            apply(seen, (Tracker.cleared, start + 3, 7))
+        assert [found["state"] for found in rows(seen)] == ["Success", "Success"]
 
     @pytest.mark.parametrize(
         ("reason", "code"),
@@ -171,22 +198,38 @@ class TestFailures:
 
 
 class TestDecode:
+    def test_a_room_of_numpy_is_the_same_room(self) -> None:
+        seen = tracker("decode")
+        apply(seen, (Tracker.status_changed, 1, np.int64(7), WAITING), (Tracker.writers_known, 1, 7, WRITERS, False))
+        apply(seen, (Tracker.status_changed, 2, 7, SUCCESS), (Tracker.cleared, 3, np.uint64(7)))
+        assert (row(seen)["state"], row(seen)["peers"]) == ("Success", ["prefill-tp0", "prefill-tp1"])
+
+    def test_the_cells_of_a_room_are_unknown(self) -> None:
+        seen = tracker("decode")
+        apply(seen, (Tracker.status_changed, 1, 7, WAITING))
+        assert (row(seen)["coverage"], row(seen)["unscattered"]) == (None, None)
+
     def test_each_writer_adds_its_share(self) -> None:
         seen = tracker("decode")
         apply(
             seen,
-            ev.StatusChanged(1 * MS, 7, BOOTSTRAPPING),
-            ev.WritersKnown(1 * MS, 7, WRITERS, False),
-            ev.StatusChanged(1 * MS, 7, WAITING),
-            ev.PagesAnnounced(2 * MS, 7, 4, 32),
-            ev.WriterDone(5 * MS, 7, 1),
-            ev.WriterDone(5 * MS, 7, 1),  # a repeated message
+            (Tracker.status_changed, 1 * MS, 7, BOOTSTRAPPING),
+            (Tracker.writers_known, 1 * MS, 7, WRITERS, False),
+            (Tracker.status_changed, 1 * MS, 7, WAITING),
+            (Tracker.pages_announced, 2 * MS, 7, 4, 32),
+            (Tracker.writer_done, 5 * MS, 7, 1),
+            (Tracker.writer_done, 5 * MS, 7, 1),  # a repeated message
         )
         assert row(seen)["bytes"] == 2 * PAGE
         assert [writer.name for writer in seen.rooms[7].senders if writer.rank not in seen.rooms[7].done] == [
             "prefill-tp0"
         ]
-        apply(seen, ev.WriterDone(6 * MS, 7, 0), ev.StatusChanged(6 * MS, 7, SUCCESS), ev.Cleared(8 * MS, 7))
+        apply(
+            seen,
+            (Tracker.writer_done, 6 * MS, 7, 0),
+            (Tracker.status_changed, 6 * MS, 7, SUCCESS),
+            (Tracker.cleared, 8 * MS, 7),
+        )
         room = row(seen)
         assert (room["bytes"], room["latency_ns"], room["pages"]) == (4 * PAGE, 5 * MS, 4)
         (opened,) = [event for event in room["timeline"] if event["stage"] == "open"]
@@ -196,23 +239,23 @@ class TestDecode:
         seen = tracker("decode")
         apply(
             seen,
-            ev.StatusChanged(1 * MS, 7, WAITING),
-            ev.WritersKnown(1 * MS, 7, WRITERS, True),
-            ev.PagesAnnounced(1 * MS, 7, 4, 0),
-            ev.RegionGranted(2 * MS, 7, 0, 4, 17),
-            ev.RegionGranted(2 * MS, 7, 0, 4, 17),  # every prefill rank asks
-            ev.ChunkLanded(3 * MS, 7, 0, 4, 0),
+            (Tracker.status_changed, 1 * MS, 7, WAITING),
+            (Tracker.writers_known, 1 * MS, 7, WRITERS, True),
+            (Tracker.pages_announced, 1 * MS, 7, 4, 0),
+            (Tracker.region_granted, 2 * MS, 7, 0, 4, 17),
+            (Tracker.region_granted, 2 * MS, 7, 0, 4, 17),  # every prefill rank asks
+            (Tracker.chunk_landed, 3 * MS, 7, 0, 4, 0),
         )
         assert [writer.rank for writer in seen.rooms[7].owing(0)] == [1]
         assert seen.ring_high_water_bytes == 4 * PAGE
         apply(
             seen,
-            ev.ChunkLanded(4 * MS, 7, 0, 4, 1),
-            ev.WriterDone(4 * MS, 7, 0),
-            ev.WriterDone(4 * MS, 7, 1),
-            ev.StatusChanged(5 * MS, 7, SUCCESS),
-            ev.RegionFreed(9 * MS, 17),
-            ev.Cleared(20 * MS, 7),
+            (Tracker.chunk_landed, 4 * MS, 7, 0, 4, 1),
+            (Tracker.writer_done, 4 * MS, 7, 0),
+            (Tracker.writer_done, 4 * MS, 7, 1),
+            (Tracker.status_changed, 5 * MS, 7, SUCCESS),
+            (Tracker.region_freed, 9 * MS, 17),
+            (Tracker.cleared, 20 * MS, 7),
         )
         room = row(seen)
         assert (room["bytes"], room["latency_ns"], room["paths"]) == (4 * PAGE, 8 * MS, {"staged": 2})
@@ -223,12 +266,12 @@ class TestDecode:
         seen = tracker("decode")
         apply(
             seen,
-            ev.StatusChanged(1 * MS, 7, WAITING),
-            ev.WritersKnown(1 * MS, 7, WRITERS, True),
-            ev.RegionGranted(2 * MS, 7, 0, 4, 17),
-            ev.ChunkLanded(3 * MS, 7, 0, 4, 0),
-            ev.ChunkLanded(3 * MS, 7, 0, 4, 1),
-            ev.RegionGranted(4 * MS, 7, 0, 4, 18),  # the second rank's request was late
+            (Tracker.status_changed, 1 * MS, 7, WAITING),
+            (Tracker.writers_known, 1 * MS, 7, WRITERS, True),
+            (Tracker.region_granted, 2 * MS, 7, 0, 4, 17),
+            (Tracker.chunk_landed, 3 * MS, 7, 0, 4, 0),
+            (Tracker.chunk_landed, 3 * MS, 7, 0, 4, 1),
+            (Tracker.region_granted, 4 * MS, 7, 0, 4, 18),  # the second rank's request was late
         )
         grants = [event["detail"] for event in row(seen)["timeline"] if event["stage"] == "grant"]
         assert grants == ["", "again, though all of it had arrived"]
@@ -236,11 +279,11 @@ class TestDecode:
 
     def test_a_lost_server_loses_its_ranks_until_they_are_found_again(self) -> None:
         seen = tracker("decode")
-        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.WritersKnown(1, 7, WRITERS, False))
-        apply(seen, ev.ServerAnswered(5, "10.0.0.1:8998"), ev.ServerLost(9, "10.0.0.1:8998"))
+        apply(seen, (Tracker.status_changed, 1, 7, WAITING), (Tracker.writers_known, 1, 7, WRITERS, False))
+        apply(seen, (Tracker.server_answered, 5, "10.0.0.1:8998"), (Tracker.server_lost, 9, "10.0.0.1:8998"))
         assert {(peer.answered_ns, peer.lost_ns) for peer in seen.peers.values()} == {(5, 9)}
         again = WRITERS[0]._replace(endpoint="10.0.0.1:77")
-        apply(seen, ev.StatusChanged(10, 8, WAITING), ev.WritersKnown(10, 8, (again,), False))
+        apply(seen, (Tracker.status_changed, 10, 8, WAITING), (Tracker.writers_known, 10, 8, (again,), False))
         assert {endpoint: bool(peer.lost_ns) for endpoint, peer in seen.peers.items()} == {
             "10.0.0.1:1": True,
             "10.0.0.1:77": False,
@@ -248,6 +291,6 @@ class TestDecode:
 
     def test_a_chunk_larger_than_the_ring(self) -> None:
         seen = tracker("decode")
-        apply(seen, ev.StatusChanged(1, 7, WAITING), ev.RegionRefused(2, 7, 0, 100))
+        apply(seen, (Tracker.status_changed, 1, 7, WAITING), (Tracker.region_refused, 2, 7, 0, 100))
         assert seen.refused_largest_bytes == 100 * PAGE
         assert counter(seen, "kvctl_ring_refusals_total") == 1

@@ -1,0 +1,167 @@
+"""Exports one OpenTelemetry span per room and rank over OTLP; the spans of a room form one trace.
+
+Trace id and root span id are derived from the room's number and nonce, which both ends know, so that no ids need to be
+exchanged. The span of the decode rank is the root, those of the prefill ranks are its children. If the engine passed a
+W3C traceparent, the rank's span is a child of that one instead, and is not exported if that one is not sampled. The
+fold only appends finished rooms to a bounded queue; a separate thread creates the spans, and OpenTelemetry sends them
+in batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+from kvctl_agent.contract.extras import install
+from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.errors import ConfigError
+from kvctl_agent.observer.fold import Fold
+from kvctl_agent.observer.room_records import FoldedRoom
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+_QUEUE = 1024
+_EVENTS = 64
+_CLOSE_S = 2.0
+
+
+class RoomSpans:
+    """Exports each finished room of an agent as an OpenTelemetry span.
+
+    Args:
+        endpoint: URL such as `http://collector:4318/v1/traces`.
+        name: agent name.
+        role: role of the agent.
+        fold: source of the finished rooms.
+        exporter: replaces the OTLP exporter, for tests.
+
+    Raises:
+        ConfigError: the endpoint is not a URL, or OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str, name: str, role: Role, fold: Fold, exporter: SpanExporter | None = None) -> None:
+        if not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otel_endpoint = {endpoint!r}: write http://collector:4318/v1/traces")
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+                exporter = OTLPSpanExporter(endpoint=endpoint, timeout=5)
+        except ImportError:
+            raise ConfigError(f"otel_endpoint needs OpenTelemetry: {install('otel')}") from None
+        resource = Resource.create({"service.name": f"kvctl-{role}", "service.instance.id": name})
+        self._exporter = exporter
+        self._ids = _ids()
+        self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("kvctl")
+        self._role = role
+        self._fold = fold
+        self._rooms: queue.Queue[FoldedRoom | None] = queue.Queue(_QUEUE)
+        self._thread = threading.Thread(target=self._run, name=f"kvctl-spans-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the export of rooms that finish from now on."""
+        self._fold.on_finish = self.take
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends the spans of queued rooms for at most two seconds, then stops; drops the rest."""
+        self._fold.on_finish = None
+        # On a separate thread: OpenTelemetry waits for a collector that does not answer, for each batch again.
+        ending = threading.Thread(target=self._end, name=f"{self._thread.name}-end", daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
+        if ending.is_alive():
+            self._exporter.shutdown()  # drops all batches after the current one
+
+    def _end(self) -> None:
+        if self._thread.is_alive():
+            self._rooms.put(None)
+            self._thread.join()
+        self._provider.shutdown()
+
+    def take(self, record: FoldedRoom) -> None:
+        """Queues a finished room without waiting; drops and counts it if the queue is full."""
+        try:
+            self._rooms.put_nowait(record)
+        except queue.Full:
+            self._fold.metrics.add("kvctl_spans_dropped_total", 1)
+
+    def _run(self) -> None:
+        while (record := self._rooms.get()) is not None:
+            self._export(record)
+
+    def _export(self, record: FoldedRoom) -> None:
+        from opentelemetry import trace
+
+        clock = self._fold.clock
+        trace_id, span_id = trace_ids(record.room, record.nonce)
+        flags = trace.TraceFlags.SAMPLED
+        if record.traceparent:
+            trace_id, span_id, flags = (int(number, 16) for number in record.traceparent.split("-")[1:])
+        context = None
+        if self._role == "prefill" or record.traceparent:
+            parent = trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=trace.TraceFlags(flags))
+            context = trace.set_span_in_context(trace.NonRecordingSpan(parent))
+        else:
+            self._ids.next = (trace_id, span_id)
+        span = self._tracer.start_span(
+            f"kv {self._role}", context, start_time=clock.wall_ns(record.opened_at), attributes=attributes(record)
+        )
+        for event in record.events[:_EVENTS]:
+            about = {"writer": event.writer, "chunk": event.chunk, "peer": event.peer, "path": event.path or None}
+            known = {key: value for key, value in about.items() if value is not None}
+            span.add_event(event.stage, known, clock.wall_ns(event.at_ns))
+        if (failure := record.failure) is not None:
+            text = f"{failure['code']} on {failure['rank']}: {failure['text']}"
+            span.set_status(trace.Status(trace.StatusCode.ERROR, text))
+        elif record.state_now is RoomState.SUCCESS:
+            span.set_status(trace.Status(trace.StatusCode.OK))
+        span.end(clock.wall_ns(record.finished_at or clock.now_ns()))
+
+
+def attributes(record: FoldedRoom) -> dict[str, Any]:
+    """Returns the attributes of a room's span; the room number is a string because integer attributes are signed."""
+    return {
+        "kvctl.room": str(record.room),
+        **({"kvctl.request_id": record.request_id} if record.request_id else {}),
+        "kvctl.state": record.state_now.label,
+        "kvctl.bytes": record.bytes,
+        "kvctl.parts": record.parts,
+        "kvctl.peers": list(record.peers),
+        **{f"kvctl.parts.{path}": parts for path, parts in record.paths.items()},
+        **({} if record.pages is None else {"kvctl.pages": record.pages}),
+        **({} if record.tokens is None else {"kvctl.tokens": record.tokens}),
+    }
+
+
+def trace_ids(room: int, nonce: int) -> tuple[int, int]:
+    """Returns the trace id (128 bits) and the root span id (64 bits) of a room."""
+    checksum = hashlib.blake2b(f"{room}/{nonce}".encode(), digest_size=24).digest()
+    return int.from_bytes(checksum[:16]) or 1, int.from_bytes(checksum[16:]) or 1
+
+
+def _ids() -> Any:
+    """Returns a generator of random ids; setting its attribute `next` fixes (trace id, span id) of the next span."""
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class Ids(RandomIdGenerator):
+        next: tuple[int, int] | None = None
+
+        def generate_span_id(self) -> int:
+            preset, self.next = self.next, None
+            return super().generate_span_id() if preset is None else preset[1]
+
+        def generate_trace_id(self) -> int:
+            return super().generate_trace_id() if self.next is None else self.next[0]
+
+    return Ids()

@@ -1,0 +1,156 @@
+"""Stage times of parts, by layer group and path: the data behind `layers`.
+
+A stage of a part lasts from the end of the previous stage that this rank observed: a part that was never gated has no
+gate time, and a writer does not observe arrival. The duration of `ready` is the time since the first
+layer group of the same chunk was ready.
+"""
+
+from __future__ import annotations
+
+from kvctl_agent.contract.snapshots import LayerRow, LayerStage
+from kvctl_agent.contract.states import STAGES
+from kvctl_agent.observer.room_records import FoldedRoom, Part
+from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.telemetry.durations import LogHistogram
+
+MAX_GROUPS = 1024
+"""Limit of (layer group, path) pairs in `StageTimes`, far above the number that any grouping produces."""
+
+_PartKey = tuple[int | None, int | None, str | None, tuple[int, int]]  # writer, chunk, peer and layers
+
+
+class _Group:
+    """Stage times and bytes of all parts of one layer group on one path."""
+
+    __slots__ = ("bytes", "compared", "exposed_ns", "histograms", "overlapped_ns", "parts")
+
+    def __init__(self) -> None:
+        self.parts = 0
+        self.bytes = 0
+        self.histograms: dict[str, LogHistogram] = {}
+        self.compared = 0  # parts for which the end of the forward is known
+        self.exposed_ns = 0
+        self.overlapped_ns = 0
+
+    def add(self, part: Part, first_ready_ns: int | None) -> None:
+        forward_done_ns = part.forward_done_ns
+        self.parts += 1
+        self.bytes += part.nbytes
+        first: int | None = None
+        last = first_ready_ns
+        for stage in STAGES:
+            at = part.moments.get(stage)
+            if at is None:
+                continue
+            if first is None:
+                first = at
+            if last is not None:
+                if stage not in self.histograms:
+                    self.histograms[stage] = LogHistogram()
+                self.histograms[stage].add(at - last)
+            last = at
+        if forward_done_ns is not None and first is not None and last is not None:
+            self.compared += 1
+            self.exposed_ns += max(0, last - max(first, forward_done_ns))
+            self.overlapped_ns += max(0, min(last, forward_done_ns) - first)
+
+    def row(self, agent: str, layers: tuple[int, int], path: str) -> LayerRow:
+        histograms = self.histograms
+        return {
+            "agent": agent,
+            "layers": list(layers),
+            "path": path,
+            "parts": self.parts,
+            "bytes": self.bytes,
+            "stages": {stage: _summary(histograms.get(stage)) for stage in STAGES},
+            "exposed_ns": self.exposed_ns // self.compared if self.compared else None,
+            "overlapped_ns": self.overlapped_ns // self.compared if self.compared else None,
+        }
+
+
+class StageTimes:
+    """Stage times of all parts so far, by (layer group, path): the data behind `kvctl layers`.
+
+    `exposed_ns` and `overlapped_ns` of a row are means per part: the time between the first and the last event of the
+    part that lies after, or before, the end of the forward. Over concurrent parts they must not be added up.
+
+    Attributes:
+        dropped: parts not counted because there were `MAX_GROUPS` groups already.
+    """
+
+    def __init__(self, agent_name: str) -> None:
+        self._agent = agent_name
+        self._groups: dict[tuple[tuple[int, int], str], _Group] = {}
+        self.dropped = 0
+
+    def add(self, part: Part, first_ready_ns: int | None = None) -> None:
+        """Adds the stage times of one part.
+
+        Args:
+            first_ready_ns: monotonic time at which the first layer group of the chunk was ready, if known.
+        """
+        key = part.key[2], part.path
+        group = self._groups.get(key)
+        if group is None:
+            if len(self._groups) >= MAX_GROUPS:
+                self.dropped += 1
+                return
+            group = self._groups[key] = _Group()
+        group.add(part, first_ready_ns)
+
+    def rows(self) -> list[LayerRow]:
+        """Returns one row per (layer group, path), ordered by first layer."""
+        groups = self._groups
+        return [groups[key].row(self._agent, *key) for key in sorted(groups)]
+
+
+def room_rows(records: list[FoldedRoom], clock: Clock, agent_name: str) -> list[LayerRow]:
+    """Returns the stage times of one room, from the timelines of its records: one row per layer group and path.
+
+    `moments` of a row has, for each part, the wall clock time of each stage, or None if the part has not reached the
+    stage or does not have it. The path of a part is "" until an event contains the path.
+    """
+    times = StageTimes(agent_name)
+    shown: dict[tuple[int, int, str], list[dict[str, int | None]]] = {}  # by layers and path
+    for record in records:
+        parts: dict[_PartKey, dict[str, int]] = {}
+        moved: dict[_PartKey, tuple[str, int]] = {}
+        for event in record.events:
+            if event.layers is None or event.stage not in STAGES:
+                continue
+            key = (event.writer, event.chunk, event.peer, event.layers)
+            parts.setdefault(key, {})[event.stage] = event.at_ns
+            if event.path:
+                moved[key] = (event.path, event.nbytes or moved.get(key, ("", 0))[1])
+        done_ns = _forward_done(record, clock)
+        for key, moments in parts.items():
+            path, nbytes = moved.get(key, ("", 0))
+            writer, chunk, peer, layers = key
+            part = Part((writer or 0, chunk or 0, layers), peer, path, nbytes, moments, done_ns)
+            times.add(part, record.chunks_ready.get(part.key[1]))
+            wall = {stage: clock.wall_ns(moments[stage]) if stage in moments else None for stage in STAGES}
+            shown.setdefault((*layers, path), []).append(wall)
+    rows = times.rows()
+    for row in rows:
+        low, high = row["layers"]
+        row["moments"] = shown[low, high, row["path"]]
+    return rows
+
+
+def _forward_done(record: FoldedRoom, clock: Clock) -> int | None:
+    """Returns the monotonic time at which the forward ended on a prefill rank; None on a decode rank.
+
+    If the engine has not reported the end, returns the end of the room, or the current time while the room is active.
+    """
+    if record.sent is None:
+        return None
+    if record.forward_done_at is not None:
+        return record.forward_done_at
+    return clock.now_ns() if record.finished_at is None else record.finished_at
+
+
+def _summary(histogram: LogHistogram | None) -> LayerStage:
+    if histogram is None:
+        return {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
+    p50, p90, p99 = histogram.quantiles(0.50, 0.90, 0.99)
+    return {"p50_ns": p50, "p90_ns": p90, "p99_ns": p99, "count": histogram.count}

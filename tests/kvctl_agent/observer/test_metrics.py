@@ -1,0 +1,104 @@
+"""Counters of the agent and of its observer add up, and a metric that is not declared cannot be counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvctl_agent.contract.metrics import METRICS, Metric
+from kvctl_agent.contract.snapshots import MetricFamily
+from kvctl_agent.observer.metrics import Metrics
+
+
+def family(metrics: Metrics, name: str) -> MetricFamily:
+    (found,) = (row for row in metrics.snapshot() if row["name"] == name)
+    return found
+
+
+class TestDeclarations:
+    def test_every_declared_family_is_in_the_snapshot(self) -> None:
+        assert [row["name"] for row in Metrics().snapshot()] == [metric.name for metric in METRICS]
+
+    def test_an_unknown_name(self) -> None:
+        metrics = Metrics()
+        for call in (metrics.add, metrics.set, metrics.observe):
+            with pytest.raises(KeyError, match="kvctl_nonsense"):
+                call("kvctl_nonsense", 1)
+
+    def test_a_wrong_kind(self) -> None:
+        metrics = Metrics()
+        with pytest.raises(ValueError, match="is a gauge, not a counter"):
+            metrics.add("kvctl_parts_parked", 1)
+        with pytest.raises(ValueError, match="is a counter, not a gauge"):
+            metrics.set("kvctl_rooms_opened_total", 1)
+        with pytest.raises(ValueError, match="is a counter, not a histogram"):
+            metrics.observe("kvctl_rooms_opened_total", 1)
+
+    @pytest.mark.parametrize("labels", [(), ("a", "b")])
+    def test_a_wrong_number_of_labels(self, labels: tuple[str, ...]) -> None:
+        metrics = Metrics()
+        with pytest.raises(ValueError, match="takes labels"):
+            metrics.add("kvctl_parts_total", 1, *labels)
+        with pytest.raises(ValueError, match="takes labels"):
+            metrics.set("kvctl_peers", 1, *labels)
+        with pytest.raises(ValueError, match="takes labels"):
+            metrics.observe("kvctl_stage_seconds", 1, *labels)
+        assert metrics.total("kvctl_parts_total") == 0
+
+    def test_a_counter_never_goes_down(self) -> None:
+        with pytest.raises(ValueError, match="cannot go down"):
+            Metrics().add("kvctl_rooms_opened_total", -1)
+
+
+class TestValues:
+    def test_counters_by_label(self) -> None:
+        metrics = Metrics()
+        metrics.add("kvctl_parts_total", 2, "bulk")
+        metrics.add("kvctl_parts_total", 3, "slice")
+        metrics.add("kvctl_parts_total", 4, "bulk")
+        assert family(metrics, "kvctl_parts_total")["samples"] == [
+            {"labels": {"path": "bulk"}, "value": 6},
+            {"labels": {"path": "slice"}, "value": 3},
+        ]
+        assert metrics.total("kvctl_parts_total") == 9
+        assert metrics.total("kvctl_parts_total", "bulk") == 6
+
+    def test_an_untouched_counter_is_zero_and_whatever_else_is_untouched_is_absent(self) -> None:
+        metrics = Metrics()
+        assert family(metrics, "kvctl_rooms_opened_total")["samples"] == [{"labels": {}, "value": 0}]
+        for name in ("kvctl_parts_total", "kvctl_parts_parked", "kvctl_room_seconds"):
+            assert family(metrics, name)["samples"] == []
+
+    def test_a_gauge_is_the_last_value(self) -> None:
+        metrics = Metrics()
+        metrics.set("kvctl_peers", 3, "ready")
+        metrics.set("kvctl_peers", 2, "ready")
+        metrics.set("kvctl_peers", None, "lost")
+        assert family(metrics, "kvctl_peers")["samples"] == [
+            {"labels": {"state": "lost"}, "value": None},
+            {"labels": {"state": "ready"}, "value": 2},
+        ]
+
+    def test_a_histogram_is_cumulative_with_inclusive_bounds(self) -> None:
+        metric = Metric("kvctl_x_seconds", "histogram", "seconds", "X.", (), (0.1, 1.0))
+        metrics = Metrics({metric.name: metric})
+        for value in (0.05, 0.1, 0.11, 1.0, 7.0, -1e-9):
+            metrics.observe(metric.name, value)
+        (sample,) = family(metrics, metric.name)["samples"]
+        assert sample["buckets"] == [[0.1, 3], [1.0, 5], [None, 6]]
+        assert sample["count"] == 6
+        assert sample["sum"] == pytest.approx(8.26)
+
+    def test_reading_clears_nothing(self) -> None:
+        metrics = Metrics()
+        metrics.add("kvctl_rooms_opened_total", 1)
+        metrics.observe("kvctl_room_seconds", 1)
+        assert metrics.snapshot() == metrics.snapshot()
+
+    def test_counters_of_the_agent_and_of_the_observer_add_up(self) -> None:
+        metrics = Metrics()
+        metrics.written = {("kvctl_parts_total", ("bulk",)): 2, ("kvctl_parts_total", ("slice",)): 3}
+        metrics.add("kvctl_parts_total", 4, "bulk")
+        metrics.add("kvctl_connections_refused_total", 1)
+        assert metrics.totals("kvctl_parts_total") == {("bulk",): 6, ("slice",): 3}
+        assert metrics.total("kvctl_connections_refused_total") == 1
+        assert len(family(metrics, "kvctl_parts_total")["samples"]) == 2
