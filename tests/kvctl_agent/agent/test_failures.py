@@ -188,7 +188,7 @@ class TestDisagreement:
     @pytest.mark.parametrize(
         ("prefill", "decode", "text"),
         [
-            ({"tokens": 33}, {"tokens": 35}, "computes a prompt of 33 tokens, decode-0 expects 35"),
+            ({"tokens": 33}, {"tokens": 35}, "computes a prompt of 33 tokens, decode-[01] expects 35"),
             ({"tokens": 35, "digest": 8}, {"tokens": 35, "digest": 9}, f"digest {8:016x} ≠ {9:016x}"),
             ({"digest": 8}, {"tokens": 35, "digest": 9}, f"digest {8:016x} ≠ {9:016x}"),
             ({"tokens": 35}, {"tokens": 35, "digest": 9}, ""),
@@ -210,7 +210,7 @@ class TestDisagreement:
             assert {error["code"] for error in room.errors()} == {"KV_PLAN_MISMATCH"}
             assert len(room.errors()) == 6
             assert all("room 1: this side computes" in error["text"] for error in room.errors())
-            assert text in room.errors()[0]["text"]
+            assert re.search(text, room.errors()[0]["text"])
             assert fleet.total(fleet.decode, "kvctl_parts_total") == 0, "no part was written before"
         fleet.settle()
         fleet.run(2, 9)
