@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvctl.lab.bench.statistics import percentile
 from kvctl.lab.ranks.busy_loop import BusyLoop, LoopTimes, measure_idle, slowdown
+from kvctl.lab.ranks.request import ENGINE_KINDS
 
 IDLE_LOOP_S = 1.0
 TIMEOUT_S = 600.0
@@ -43,6 +44,7 @@ def main() -> None:
     )
     parser.add_argument("--rate", type=float, required=True, help="rooms per second")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=ENGINE_KINDS, default=ENGINE_KINDS[0], help="loop of the engine's thread")
     parser.add_argument("--idle", action="store_true", help="let the engine's thread sleep instead")
     parser.add_argument("options", nargs="*", help="options of sglang_pd.py, after --")
     print(json.dumps(measure(parser.parse_args())))
@@ -56,7 +58,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     """
     peer = given.peer.resolve()
     with tempfile.TemporaryDirectory() as directory:
-        child = {"directory": directory, "rate": given.rate, "seed": given.seed, "busy": not given.idle}
+        child = {
+            "directory": directory,
+            "rate": given.rate,
+            "seed": given.seed,
+            "busy": "" if given.idle else given.kind,
+        }
         child["harness"] = str(peer)
         environment = {**os.environ, "SGLANG_SRC": str(peer / "src"), CHILD: json.dumps(child)}
         python = peer / "venv" / "bin" / "python"
@@ -76,7 +83,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     latencies_ms = sorted(1e3 * (done[room] - sent[room]) for room in done)
     arrivals, successes = _arrivals(given.rate, len(done), given.seed), sorted(done.values())
     row = {
-        "busy_engine": "off" if given.idle else "prefill",
+        "busy_engine": "off" if given.idle else f"prefill:{given.kind}",
         "rooms": len(done),
         "verified": json.loads(ran.stdout.splitlines()[-1])["bad"] == 0,
         "asked_rooms_per_s": (len(arrivals) - 1) / arrivals[-1],
@@ -153,8 +160,8 @@ def prefill_rank(a: Any, rank: int, port: int, commands: Any, reports: Any) -> N
     def begin(base: int, rooms: int) -> None:
         nonlocal loop
         if options["busy"]:
-            idle.append(measure_idle(IDLE_LOOP_S))
-            loop = BusyLoop()
+            idle.append(measure_idle(options["busy"], IDLE_LOOP_S))
+            loop = BusyLoop(options["busy"])
 
     def measured() -> dict[str, Any]:
         return {} if loop is None else {"idle": idle, "busy": loop.times}
@@ -164,9 +171,9 @@ def prefill_rank(a: Any, rank: int, port: int, commands: Any, reports: Any) -> N
             time.sleep(seconds)
             return
         end = time.monotonic() + seconds
-        loop.iterate()
+        loop.turn()
         while time.monotonic() < end:
-            loop.iterate()
+            loop.turn()
 
     harness.time = SimpleNamespace(
         sleep=wait, monotonic=time.monotonic, perf_counter=time.perf_counter, process_time=time.process_time

@@ -193,8 +193,10 @@ def _engine() -> list[click.Option]:
 def _compute() -> list[click.Option]:
     option = partial(grouped_option, "Compute")
     busy = (
-        "Ranks whose engine thread runs Python between its calls, as a scheduler does: off, prefill, decode, both; "
-        "several are compared. Use with --rate."
+        "Ranks whose engine thread runs Python between its calls, as a scheduler does: off, prefill, decode, both. "
+        "prefill:spin runs short turns with brief releases of the interpreter, as an idle scheduler; prefill:launch "
+        "launches for 22 ms at a time, as a forward; prefill:long sits in calls of 20 ms that release the interpreter. "
+        "Several are compared. Use with --rate."
     )
     output = "Tokens decoded for each request. [default: 32 with --decode-ms]"
     return [

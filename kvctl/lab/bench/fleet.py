@@ -24,7 +24,7 @@ from kvctl.lab.ranks.messages import (
 )
 from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import rank_start
-from kvctl.lab.ranks.request import FloorKind, PlanRequest
+from kvctl.lab.ranks.request import FloorKind, PlanRequest, engine_kind
 
 # Engines take seconds of processor time to import, and ranks share the cores.
 _READY_S = 60.0
@@ -38,6 +38,7 @@ _SLOWEST_BYTES_PER_S = 10e6
 _MIN_RUN_S = 30.0
 # Three times the compute time of one layer of the largest models, for one chunk on one GPU.
 _SLOWEST_LAYER_MS = 100.0
+_ENGINE_TURNS_S = 0.2  # of busy engines for a room: each of its steps waits for a turn of up to 25 ms
 # Whole pools are poisoned and checked for stray writes, by ranks that share cores and memory bandwidth.
 _SLOWEST_SWEEP_BYTES_PER_S = 50e6
 
@@ -99,22 +100,20 @@ class Fleet(RankGroup):
             command: What to run; its time limit and `busy` are set here.
             rooms: The prepared rooms.
             doing: Description of the trial, for error messages.
-            busy_engine: Ranks whose engine thread runs Python between its calls, one of `BUSY_ENGINES`.
+            busy_engine: Ranks whose engine is busy between its calls, one of `BUSY_ENGINES`.
         """
-        timeout_s = self._limit_s(rooms) + self._simulated_s(rooms, command)
-        command = replace(command, timeout_s=timeout_s)
-        commands = dict.fromkeys(self.ranks, command) | dict.fromkeys(
-            self.busy(busy_engine), replace(command, busy=True)
-        )
+        turns_s = len(rooms) * _ENGINE_TURNS_S if busy_engine != "off" else 0.0
+        timeout_s = self._limit_s(rooms) + self._simulated_s(rooms, command) + turns_s
+        commands = {
+            name: replace(command, timeout_s=timeout_s, busy=engine_kind(busy_engine, rank["role"]))
+            for name, rank in self.ranks.items()
+        }
         return cast(dict[str, RunReport], self.ask(commands, timeout_s + _MARGIN_S, doing))
-
-    def busy(self, busy_engine: str) -> list[str]:
-        """Returns the names of the ranks with a busy engine; `busy_engine` is one of `BUSY_ENGINES`."""
-        return [name for name, rank in self.ranks.items() if busy_engine in (rank["role"], "both")]
 
     def measure_loop(self, busy_engine: str, seconds: float) -> dict[str, LoopTimes]:
         """Runs the loop of a busy engine on the ranks that `busy_engine` names, all at once, while no rooms run."""
-        commands = dict.fromkeys(self.busy(busy_engine), Measure("loop", seconds))
+        kinds = {name: engine_kind(busy_engine, rank["role"]) for name, rank in self.ranks.items()}
+        commands = {name: Measure("loop", seconds, kind) for name, kind in kinds.items() if kind}
         return cast(dict[str, LoopTimes], self.ask(commands, seconds + _MARGIN_S, "measuring the engine's loop"))
 
     def verify(self, mode: str, rooms: Sequence[Room], doing: str) -> dict[str, VerifyReport]:

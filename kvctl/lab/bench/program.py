@@ -21,7 +21,7 @@ class Case:
         load: index into the plan's loads.
         layer_ms: simulated compute time of one layer for one chunk.
         turn: number of the stage for cases that belong to a point of `Ratios`, counted from 1; otherwise 0.
-        busy_engine: ranks whose engine thread runs Python between its calls, one of `BUSY_ENGINES`.
+        busy_engine: ranks whose engine is busy between its calls, one of `BUSY_ENGINES`.
     """
 
     load: int

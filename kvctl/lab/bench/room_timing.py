@@ -22,6 +22,7 @@ class RoomTiming:
         hidden_ns: transfer time before the forward ended, the longest of all prefill ranks; None for rooms outside the
             sample that the ranks report.
         nbytes: bytes transferred.
+        done_ns: success on all prefill ranks, which learn from the decode ranks that the room has ended.
         alone_ns: compute time of the room's layers while nothing is sent; None without compute on a GPU.
     """
 
@@ -35,6 +36,7 @@ class RoomTiming:
     last_token_ns: int
     hidden_ns: int | None
     nbytes: int
+    done_ns: int
     alone_ns: int | None = None
 
     @property
@@ -105,19 +107,20 @@ def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[i
     for room in (room for room in trial.rooms if room.index not in failures):
         index = room.index
         if index in forwards and index in arrivals:
-            started, done, _, compute = forwards[index]
+            started, forward_done, done, compute = forwards[index]
             opened, success, first, last = arrivals[index]
             timings[index] = RoomTiming(
                 room,
                 opened,
                 started,
-                done,
+                forward_done,
                 compute,
                 success,
                 first,
                 last,
                 hidden.get(index),
                 nbytes[index],
+                done,
                 alone.get(index),
             )
         else:

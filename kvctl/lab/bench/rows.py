@@ -289,6 +289,7 @@ def _times(timings: Sequence[RoomTiming]) -> dict[str, Any]:
         "hidden_ms": summary_ms(each.hidden_ns for each in timings if each.hidden_ns is not None),
         "compute_ms": summary_ms(each.compute_ns for each in timings),
         "total_ms": summary_ms(each.success_ns - each.started_ns for each in timings),
+        "done_ms": summary_ms(max(0, each.done_ns - each.success_ns) for each in timings),
         "ttft_ms": _ttft(timings),
         "tpot_ms": summary_ms(each.token_ns for each in timings if each.token_ns is not None),
     }

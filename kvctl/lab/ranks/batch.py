@@ -32,7 +32,7 @@ class Batch:
         self.failures: dict[int, str] = {}
         self.deadline_ns = time.monotonic_ns() + round(command.timeout_s * 1e9)
         self.release_ns: int | None = None
-        self.busy = BusyLoop() if command.busy else None
+        self.busy = BusyLoop(command.busy) if command.busy else None
         self._counters = measure.counters(worker.agent.observe.metrics())
         self._cpu_ns = measure.cpu_ns()
 
@@ -66,6 +66,7 @@ class Batch:
         )
         if self.busy is not None:
             report["loop"] = self.busy.times
+            self.busy.close()
         if worker.gpu is not None:
             tokens = {room.index: room.tokens for room in worker.content.rooms.values()}
             report["compute_alone"] = [[row[0], worker.gpu.alone_ns(tokens[row[0]])] for row in self.rows]

@@ -175,11 +175,13 @@ class Measure:
         kind: a limit of transfer rates, answered with `FloorMeasured`, for which no other rank may do anything; or
             "loop" for the speed of `BusyLoop`, answered with `LoopTimes`.
         seconds: duration for kind "loop".
+        busy: kind of the loop for kind "loop".
     """
 
     do: ClassVar[str] = "measure"
     kind: FloorKind | Literal["loop"]
     seconds: float = 0.0
+    busy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,7 @@ class Run:
         layer_ms: simulated compute time of one layer for one chunk; a prefill rank computes one chunk at a time.
         decode_ms: simulated time of one decode step; the rooms of a decode rank are decoded together.
         show: index of the room whose parts `RunReport.waterfall` lists; -1 for none.
-        busy: whether the engine's thread runs `BusyLoop` between its calls, instead of waiting.
+        busy: kind of the `BusyLoop` that the engine's thread runs between its calls; "": it waits.
     """
 
     do: ClassVar[str] = "run"
@@ -221,7 +223,7 @@ class Run:
     layer_ms: float = 0.0
     decode_ms: float = 0.0
     show: int = -1
-    busy: bool = False
+    busy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,13 @@ PAGE_ORDERS = ("random", "contiguous")
 PIPELINES = ("off", "on", "measured")
 """Pipeline modes; a decimal number of layers per group is allowed as well."""
 
-BUSY_ENGINES = ("off", "prefill", "decode", "both")
-"""Ranks whose engine thread runs Python between its calls of the agent, as a scheduler does."""
+ENGINE_KINDS = ("python", "spin", "launch", "long")
+"""Loops that the thread of a busy engine runs between its calls of the agent, as schedulers do: plain Python without a
+pause; short turns with brief releases of the interpreter; bursts of launches; long calls that release it."""
+
+_BUSY_RANKS = ("prefill", "decode", "both")
+BUSY_ENGINES = ("off", *_BUSY_RANKS, *(f"{ranks}:{kind}" for kind in ENGINE_KINDS[1:] for ranks in _BUSY_RANKS))
+"""Ranks whose engine is busy, and the kind of its loop; without a kind the first of `ENGINE_KINDS`."""
 
 STAGED_PATHS = (STAGED, "auto")
 """Paths on which parts may go through the decode rank's ring."""
@@ -347,6 +352,12 @@ def parse_choices(text: str, shown: tuple[str, ...], allowed: Callable[[str], bo
     if not words:
         raise ValueError(f"no value is given; allowed: {', '.join(shown)}")
     return words
+
+
+def engine_kind(busy_engine: str, role: str) -> str:
+    """Returns the loop of a rank's engine, one of `ENGINE_KINDS`; "" if it waits. `busy_engine`: of `BUSY_ENGINES`."""
+    ranks, _, kind = busy_engine.partition(":")
+    return (kind or ENGINE_KINDS[0]) if ranks in (role, "both") else ""
 
 
 def choose(option: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -147,9 +147,9 @@ class Worker:
             wait_s = self._poll()
             if (busy := self.rooms.busy) is not None:
                 until = time.monotonic() + wait_s
-                busy.iterate()
+                busy.turn()
                 while self.inbox.empty() and time.monotonic() < until:
-                    busy.iterate()
+                    busy.turn()
                 wait_s = 0.0
             with contextlib.suppress(queue.Empty):
                 return self.inbox.get(timeout=wait_s)
@@ -242,7 +242,7 @@ class Worker:
     def _measure(self, command: Measure) -> Mapping[str, Any]:
         device = self._pool.device
         if command.kind == "loop":
-            return measure_idle(command.seconds)
+            return measure_idle(command.busy, command.seconds)
         if command.kind == "memcpy":
             rate = memcpy_gb_per_s(seconds=0.2)
             measure.forget_peak_rss()

@@ -135,13 +135,14 @@ def busy_engines(runs: Sequence[Run]) -> Markup | None:
     asked = lookup(busy[0], "asked_rooms_per_s")
     levels = [Level(f"asked {significant(asked)} rooms/s", asked)] if asked else []
     lead = (
-        "The thread that calls the agent runs a loop of plain Python between its calls, as a scheduler does, so the "
-        "agent's threads wait for the interpreter. The slowdown is the time lost to interruptions, compared with the "
+        "The thread that calls the agent runs a loop between its calls, as a scheduler does, so the agent's threads "
+        "wait for the interpreter. The slowdown is the time lost to interruptions, compared with the "
         "same loop while the agent is idle, measured before and after each batch."
     )
     drawn = _values("Rooms served", "rooms/s", runs, ("served_rooms_per_s",), levels=levels) if asked else []
     drawn += _values("Slowdown of the engine's loop", "%", busy, ("slowdown_percent",))
     drawn += _values("Longest stall of the engine's loop", "ms", busy, ("engine_stall_ms",))
+    drawn += _values("Success on decode to done on prefill, median", "ms", busy, ("done_ms", "p50"))
     return section("Beside a busy engine", lead, *drawn)
 
 

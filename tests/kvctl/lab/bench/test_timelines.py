@@ -33,7 +33,7 @@ def finished(latency: int = 5, sent: list[Any] | None = None, received: list[Any
         "prefill-0": {"waterfall": sent or []},
         "decode-0": {"waterfall": received or []},
     }
-    timing = RoomTiming(room, 0, 1, 10, 9, 10 + latency, 10 + latency, 10 + latency, None, 1)
+    timing = RoomTiming(room, 0, 1, 10, 9, 10 + latency, 10 + latency, 10 + latency, None, 1, 10 + latency)
     return TimedTrial(Trial(CASE, 0, 0, (room,), reports, shown=7), {7: timing}, {})
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
 from kvctl.lab.ranks import busy_loop
-from kvctl.lab.ranks.busy_loop import BusyLoop, LoopTimes, slowdown
+from kvctl.lab.ranks.busy_loop import BusyLoop, LoopTimes, measure_idle, slowdown
+from kvctl.lab.ranks.request import BUSY_ENGINES, ENGINE_KINDS, engine_kind
 
 
 class Host:
@@ -24,10 +29,10 @@ class Host:
         return self._now_ns
 
     def run(self, durations_us: Sequence[int]) -> LoopTimes:
-        self._steps = iter([step for each in durations_us for step in (0, 1000 * each)])
-        loop = BusyLoop()
-        for _ in durations_us:
-            loop.iterate()
+        self._steps = iter([step for each in durations_us for step in (0, 0, 1000 * each)])
+        with closing(BusyLoop("python")) as loop:
+            for _ in durations_us:
+                loop.turn()
         return loop.times
 
 
@@ -51,3 +56,47 @@ def test_a_core_that_changes_its_speed_is_no_slowdown(host: Host) -> None:
 def test_interruptions_beside_an_idle_agent_are_not_the_rooms_doing(host: Host) -> None:
     disturbed = host.run(([70] * 14 + [140]) * 100)
     assert slowdown([disturbed], [disturbed]) == 0
+
+
+@pytest.mark.parametrize("kind", ENGINE_KINDS)
+def test_every_kind_is_measured(kind: str) -> None:
+    times = measure_idle(kind, 0.2)
+    assert 0 < times["undisturbed_ns"] <= times["iterations"] * times["longest_ns"]
+    assert times["longest_ns"] <= times["ns"]
+
+
+def test_a_turn_of_launches_is_a_burst() -> None:
+    with closing(BusyLoop("launch")) as loop:
+        before = time.monotonic_ns()
+        loop.turn()
+        took_ns = time.monotonic_ns() - before
+    assert took_ns >= 22_000_000 + 2_000_000
+    assert loop.times["iterations"] > 1
+
+
+@pytest.mark.parametrize("kind", ENGINE_KINDS[1:])
+def test_another_thread_runs_during_a_turn_whose_calls_release_the_interpreter(kind: str) -> None:
+    """With a switch interval of an hour a thread runs only while the engine's thread releases the interpreter."""
+    ran = threading.Event()
+    interval_s = sys.getswitchinterval()
+    with closing(BusyLoop(kind)) as loop:
+        sys.setswitchinterval(3600)
+        try:
+            thread = threading.Thread(target=ran.set)
+            thread.start()
+            end = time.monotonic() + 60
+            while not ran.is_set() and time.monotonic() < end:
+                loop.turn()
+        finally:
+            sys.setswitchinterval(interval_s)
+    thread.join()
+    assert time.monotonic() < end
+
+
+def test_a_choice_of_busy_engines_names_ranks_and_their_loop() -> None:
+    kinds = {choice: [engine_kind(choice, role) for role in ("prefill", "decode")] for choice in BUSY_ENGINES}
+    assert kinds["off"] == ["", ""]
+    assert kinds["prefill"] == ["python", ""]
+    assert kinds["decode:launch"] == ["", "launch"]
+    assert kinds["both:spin"] == ["spin", "spin"]
+    assert len({tuple(pair) for pair in kinds.values()}) == len(kinds) == 13
