@@ -180,7 +180,7 @@ check: $(STAMP)  ## format, lint, types, and who may import whom
 	@$(BIN)/ruff format --check --quiet --output-format concise . || { echo "run: $(BIN)/ruff format ." >&2; exit 1; }
 	@echo "check: ruff"
 	@$(BIN)/ruff check --quiet .
-	@echo "check: mypy --strict"
+	@echo "check: mypy"
 	@$(BIN)/mypy --strict --no-error-summary
 	@echo "check: import-linter"
 	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log >&2; exit 1; }
