@@ -10,11 +10,13 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from kvctl.client.discovery import KINDS, is_url
 from kvctl.client.faults import Fault, FaultCode
@@ -35,10 +37,13 @@ if TYPE_CHECKING:
     from kvctl.client.discovery.source import AgentSources
 
 _IPC = "ipc://"
+_HTTP = ("http://", "https://")
+METRICS = "metrics://"
 _GLOB = frozenset("*?[")
 _STOPPED_STATES = ("T", "t")
 _MAX_PID_BYTES = 32
 _PROBED_SINGLY = 16
+_URL = re.compile(r"[!-~]{1,1024}")
 
 LABELS = ("role", "dp", "pp", "cp", "tp", "unique", "name", "host", "version", "device")
 
@@ -48,9 +53,9 @@ class Endpoint:
     """Admin endpoint of one agent.
 
     Attributes:
-        path: Unix socket; None for a TCP endpoint.
+        path: Unix socket; None for a TCP endpoint and for an engine's metrics.
         named: whether the user gave exactly this name or address, not a glob.
-        remote: tcp:// address; "" for a Unix socket.
+        remote: tcp:// address, or http URL of an engine's metrics; "" for a Unix socket.
         host_name: name of the agent's host, if the source that named the endpoint knows it; otherwise "".
     """
 
@@ -66,6 +71,11 @@ class Endpoint:
     @property
     def address(self) -> str:
         return self.remote or f"{_IPC}{self.path}"
+
+    @property
+    def metrics(self) -> bool:
+        """Whether it is not an agent, but the URL of an engine's metrics."""
+        return self.remote.startswith(_HTTP)
 
     @property
     def host(self) -> str:
@@ -209,6 +219,8 @@ def is_address(text: str) -> bool:
 def endpoint_of(text: str) -> Endpoint:
     """Returns the endpoint at an address or the path of a socket; raises CliError if it is malformed."""
     scheme, separator, rest = text.partition("://")
+    if text.startswith((METRICS, *_HTTP)):
+        return _metrics_of(text)
     if separator and scheme == "tcp":
         try:
             parse_endpoint(text)
@@ -219,7 +231,8 @@ def endpoint_of(text: str) -> Endpoint:
     if separator and scheme != "ipc":
         known = ", ".join(kind.prefix for kind in KINDS.values())
         raise CliError(
-            f"{text}: {scheme}:// is not an address of an agent; use ipc:// or tcp://, or one of {known}",
+            f"{text}: {scheme}:// is not an address of an agent; use ipc:// or tcp://, metrics:// or http:// "
+            f"for an engine's metrics, or one of {known}",
             ExitCode.USAGE,
         )
     place = rest if separator else text
@@ -228,6 +241,23 @@ def endpoint_of(text: str) -> Endpoint:
         raise CliError(text, ExitCode.USAGE)
     path = Path(place)
     return Endpoint(path.name.removesuffix(SOCKET_SUFFIX), path, named=True)
+
+
+def _metrics_of(text: str) -> Endpoint:
+    """Returns the endpoint of an engine's metrics; without a path that is /metrics."""
+    try:
+        url = urlsplit(text)
+        port = url.port  # raises ValueError
+    except ValueError:
+        port, url = None, urlsplit("")
+    known_port = port or url.scheme != "metrics"
+    if not url.hostname or not known_port or "@" in url.netloc or url.fragment or not _URL.fullmatch(text):
+        text = f"{shown(text)}: write {METRICS}host:port, or the URL of the metrics, as in http://host:port/metrics"
+        raise CliError(text, ExitCode.USAGE)
+    scheme = "http" if url.scheme == "metrics" else url.scheme
+    path = "/metrics" if url.path in {"", "/"} else url.path
+    remote = url._replace(scheme=scheme, path=path).geturl()
+    return Endpoint(url.netloc, None, named=True, remote=remote, host_name=url.hostname)
 
 
 def _listed(directory: Path) -> list[str]:

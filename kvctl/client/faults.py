@@ -21,6 +21,7 @@ class FaultCode(StrEnum):
     PROTOCOL = ErrorCode.PROTOCOL.value
     NOT_PERMITTED = ErrorCode.NOT_PERMITTED.value
     NOT_CAPTURED = "not-captured"  # the queried recording does not have the answer
+    METRICS_ONLY = "metrics-only"  # the engine has no agent, and its metrics do not have the answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,13 @@ from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN, ErrorCode, so
 from kvctl_agent.contract.values import near
 
 if TYPE_CHECKING:
+    from kvctl.client.metrics.reader import MetricsReader
     from kvctl_agent.contract.snapshots import Hello
 
 _HELLO = Call("hello")
 _STATUS = Call("status")
 _PEERS = Call("peers")
+_METRICS_COMMANDS = frozenset({"status", "metrics"})  # that an engine's metrics answer
 _AT_ONCE = 16
 FINISHED = ("history", "slow", "failed")
 """Commands that list finished rooms; their lists overlap."""
@@ -192,6 +194,7 @@ class Fleet:
         self._names = names
         self.timeout_ns = timeout_ns
         self._fanout = Fanout(keys)
+        self._metrics: MetricsReader | None = None
         self._discovery_ns = discovery_ns
         self._discovery_due_ns = self._earliest_discovery_ns = 0
         self._silences: dict[Endpoint, _Silence] = {}
@@ -267,7 +270,7 @@ class Fleet:
         live = set(self._found.live)
         self._silences = {endpoint: each for endpoint, each in self._silences.items() if endpoint in live}
         due = [endpoint for endpoint, each in self._silences.items() if now >= each.due_ns]
-        for reply in self._fanout.ask([(endpoint, _HELLO) for endpoint in due], min(_PROBE_NS, self.timeout_ns)):
+        for reply in self._ask([(endpoint, _HELLO) for endpoint in due], min(_PROBE_NS, self.timeout_ns)):
             if reply.fault is None or reply.fault.code not in SILENT:
                 del self._silences[reply.endpoint]
                 self._hellos.pop(reply.endpoint, None)
@@ -284,7 +287,7 @@ class Fleet:
 
     def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
         """Sends requests to discovered agents; returns one reply per request, in the order of the requests."""
-        replies = self._fanout.ask(requests, self.timeout_ns)
+        replies = self._ask(requests, self.timeout_ns)
         for reply in replies:
             if reply.fault is not None and reply.fault.code in SILENT:
                 due_ns = time.monotonic_ns() + SHORTEST_PAUSE_NS
@@ -292,6 +295,19 @@ class Fleet:
                 if reply.call == _HELLO:
                     self._fanout.forget(reply.endpoint)
         return replies
+
+    def _ask(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> list[Reply]:
+        """Sends requests to agents, and reads the metrics of engines without one; as for `ask`."""
+        agents = [request for request in requests if not request[0].metrics]
+        if len(agents) == len(requests):
+            return self._fanout.ask(requests, timeout_ns)
+        if self._metrics is None:
+            from kvctl.client.metrics.reader import MetricsReader  # imports a parser, which agents do not need
+
+            self._metrics = MetricsReader()
+        read = iter(self._metrics.ask([request for request in requests if request[0].metrics], timeout_ns))
+        answered = iter(self._fanout.ask(agents, timeout_ns))
+        return [next(read) if endpoint.metrics else next(answered) for endpoint, _ in requests]
 
     def _refine_clocks(self, agents: Sequence[AgentAnswer]) -> None:
         """Measures the clocks again, of many agents one per host; few at a time, because answers delay each other."""
@@ -361,7 +377,7 @@ def gather(
             continue  # one that sources name by several addresses
         processes.add(agent.process)
         agent.data.update((reply.call.command, reply.data) for reply in replies if reply.fault is None)
-        faults[endpoint] = [reply.fault for reply in replies if reply.fault is not None and not _excused(reply)]
+        faults[endpoint] = [reply.fault for reply in replies if reply.fault is not None and not _excused(reply, calls)]
         if not labels:
             survey.agents.append(agent)
         elif _STATUS.command not in agent.data:
@@ -480,8 +496,11 @@ def _agent(hello: Reply) -> AgentAnswer | Fault:
     return AgentAnswer(hello.endpoint, answer, hello.rtt_ns, clock)
 
 
-def _excused(reply: Reply) -> bool:
+def _excused(reply: Reply, calls: Sequence[Call]) -> bool:
+    """Returns whether a fault is none: an older agent lacks an optional command, an engine has only metrics."""
     lacking = {ErrorCode.UNKNOWN_COMMAND, FaultCode.NOT_CAPTURED}
+    if reply.fault is not None and reply.fault.code == FaultCode.METRICS_ONLY:
+        return any(call.command in _METRICS_COMMANDS for call in calls)
     return reply.call.optional and reply.fault is not None and reply.fault.code in lacking
 
 

@@ -20,6 +20,8 @@ from kvctl.render.groups import placed
 
 PAUSE_S = 1.0
 """Time between two readings: long enough for a slow lane to make progress, short enough to wait for."""
+METRICS_PAUSE_S = 5.0
+"""The same for engines without an agent, whose queues and counters tell of rooms only in sums."""
 _FIRST_TIMEOUT_NS = 1_000_000_000
 
 
@@ -48,7 +50,8 @@ def earlier(settings: Settings, calls: Sequence[Call] = DIAGNOSIS_CALLS) -> Snap
     if not survey.agents:
         return None
     # At least PAUSE_S from the end of one reading to the end of the next: some codes need a heartbeat in between.
-    time.sleep(max(0.0, PAUSE_S - (time.monotonic_ns() - survey.tick_ns) / 1e9))
+    pause_s = METRICS_PAUSE_S if any(agent.endpoint.metrics for agent in survey.agents) else PAUSE_S
+    time.sleep(max(0.0, pause_s - (time.monotonic_ns() - survey.tick_ns) / 1e9))
     return Snapshot(survey, survey.tick_ns)
 
 

@@ -48,7 +48,7 @@ def _rank(row: Row) -> str:
 def integration(row: Row) -> str | None:
     """Formats the engine that an agent is part of, with its version and mode: `sglang 0.5.23 observe`."""
     found = row.get("integration")
-    return found and f"{found['engine']} {found['engine_version']} {found['mode']}"
+    return found and " ".join(filter(None, (found["engine"], found["engine_version"], found["mode"])))
 
 
 def _health(row: Row) -> str:
@@ -329,7 +329,7 @@ def _agents(rows: Sequence[Row], silent: int) -> list[Span]:
 
 def _ranks(rows: Sequence[Row]) -> list[Line]:
     lines = []
-    for role in ("prefill", "decode"):
+    for role in ("prefill", "decode", ""):  # the role of an engine without an agent may be unknown
         known = [row for row in rows if row.get("role") == role and not replaced_by(row["name"])]
         ranks = [row for row in known if runs(row)]
         if not ranks:
@@ -337,8 +337,8 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
         instances = {(row.get("instance"), tuple(row["sizes"].items())) for row in ranks}
         whole = max(len(known), sum(prod(size for _, size in sizes) for _, sizes in instances))
         shapes = sorted({" ".join(f"{axis}{size}" for axis, size in sizes if size > 1) for _, sizes in instances})
-        engines = sorted({_engine(row["transport"]) for row in ranks})
-        devices = _devices({row["device"] for row in ranks})
+        engines = " and ".join(sorted(filter(None, {_engine(row) for row in ranks})))
+        devices = " and ".join(_devices({row["device"] for row in ranks if row["device"]}))
         shape = " and ".join(each or "one rank" for each in shapes)
         ranks_of = f"{len(ranks)} of {whole} ranks answered ({shape})"
         if shapes == [""] and whole == len(ranks):
@@ -348,9 +348,10 @@ def _ranks(rows: Sequence[Row]) -> list[Line]:
             ranks_of += f" in {len(named)} instances"
         lines.append(
             _line(
-                role,
-                (ranks_of, palette.ROLES[role] if len(ranks) >= whole else "yellow"),
-                (f", {' and '.join(engines)}, pools on {' and '.join(devices)}", ""),
+                role or "no role",
+                (ranks_of, palette.ROLES.get(role, "") if len(ranks) >= whole else "yellow"),
+                (f", {engines}", ""),
+                (f", pools on {devices}" if devices else "", ""),
             )
         )
     return lines
@@ -369,7 +370,11 @@ def device_kind(device: str) -> str:
     return _ORDINAL.sub("", device)
 
 
-def _engine(transport: Mapping[str, Any]) -> str:
+def _engine(row: Row) -> str:
+    """Returns what transfers, as far as it is known; of an engine without an agent its name."""
+    transport = row["transport"]
+    if not transport["engine"]:
+        return integration(row) or ""
     lanes = transport.get("lanes") or []
     return f"{transport['engine']} over {', '.join(lanes)}" if lanes else str(transport["engine"])
 

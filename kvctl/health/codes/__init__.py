@@ -11,13 +11,25 @@ Each health code is a function of a snapshot, declared with `health_code` in one
 - `transport`: lanes, engines, GPUs, limits, metrics
 - `nics`: network devices of the hosts
 - `network`: the network between two hosts
+- `engine_metrics`: engines without an agent
 
 Functions that several of these modules use are in `facts`; `advice` has the remedies that depend on the engine.
 """
 
 from __future__ import annotations
 
-from kvctl.health.codes import network, nics, peers, processes, ready, rooms, staging, stuck_rooms, transport
+from kvctl.health.codes import (
+    engine_metrics,
+    network,
+    nics,
+    peers,
+    processes,
+    ready,
+    rooms,
+    staging,
+    stuck_rooms,
+    transport,
+)
 from kvctl.health.finding import Code
 
 CODES: tuple[Code, ...] = (
@@ -56,8 +68,12 @@ CODES: tuple[Code, ...] = (
     stuck_rooms.stuck_transfer,
     stuck_rooms.stuck_bootstrap,
     stuck_rooms.stuck_waiting,
+    engine_metrics.queue_stuck,
     rooms.room_unclaimed,
     rooms.hold_expired,
+    engine_metrics.requests_failed,
+    engine_metrics.no_tokens,
+    engine_metrics.recomputed,
     ready.not_ready,
     transport.transport_error,
     staging.chunk_oversized,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvctl.client.metrics.names import Use
 from kvctl.health.answers import amount
+from kvctl.health.codes.engine_metrics import counted_by_engines
 from kvctl.health.codes.facts import (
     FailedRoom,
     all_names,
@@ -236,7 +238,8 @@ def room_unclaimed(snapshot: Snapshot) -> Iterator[Finding]:
     "rooms",
     sees="prompts are computed in vain: their rooms fail hold_s after their forward",
     means="A prefill rank computed a room, and no decode rank opened it, opened it again after a recall, or renewed it "
-    "within hold_s. The rank has released the pages, so that other requests can use them.",
+    "within hold_s. The rank has released the pages, so that other requests can use them. Likewise the leases that an "
+    "engine without an agent counts as expired; what is read after that may be the KV of other requests.",
     remedy="Find out why the decode side did not come: its queue is longer than hold_s and its engine does not call "
     "Agent.renew, or the request ended there. Raise hold_s, or let the engine renew.",
     alert=failure_alert("KV_HOLD_EXPIRED"),
@@ -251,6 +254,13 @@ def hold_expired(snapshot: Snapshot) -> Iterator[Finding]:
             "which ranks know it; check whether its request reached a decode engine, and whether that renews it",
             subject=instance,
         )
+    yield from counted_by_engines(
+        snapshot,
+        hold_expired,
+        Use.EXPIRED,
+        "not read in time",
+        "check whether the requests reach decode, and raise the lease (vLLM: kv_lease_duration)",
+    )
 
 
 @health_code(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.health.answers import Row, amount, inner, number, rows, text, texts
+from kvctl.health.codes.engine_metrics import slow_transfers
 from kvctl.health.codes.facts import (
     absent,
     all_names,
@@ -59,7 +60,8 @@ _WIRE = 'rate(kvctl_stage_seconds_sum{stage="wire"}[5m]) / rate(kvctl_stage_seco
     "below the speed of memory. Which lane carries bytes between GPUs is told by Mooncake's engine; NIXL does not "
     "tell, so it is inferred from the measured rate (evidence lane_source says which): CUDA IPC over NVLink runs at "
     "hundreds of GB/s, a copy through the host at one or two. Such a lane is slow if the hardware has a faster one: "
-    "CUDA IPC within a host, RDMA from a host with such devices.",
+    "CUDA IPC within a host, RDMA from a host with such devices. Of engines without an agent, transfers are "
+    "compared with earlier ones and with those of other servers.",
     remedy="Measure the lane with kvctl peers probe; compare UCX_TLS, UCX_NET_DEVICES, namespaces and devices of the "
     "two hosts with a pair that is fast (kvctl doctor). Between GPUs: UCX_TLS with cuda_ipc, both GPUs visible to both "
     "processes (CUDA_VISIBLE_DEVICES), containers with --ipc=host --pid=host; nvidia-peermem for RDMA.",
@@ -93,6 +95,7 @@ def lane_slow(snapshot: Snapshot) -> Iterator[Finding]:
     for agent in snapshot.of_role("prefill"):
         yield from _slower_than_memory(snapshot, agent)
         yield from _slower_than_hardware(agent)
+    yield from slow_transfers(snapshot, lane_slow)
 
 
 def _slow_between_hosts(snapshot: Snapshot) -> Iterator[Finding]:
@@ -508,6 +511,8 @@ _Wrong = dict[str, tuple[float, str]]
 )
 def metric_implausible(snapshot: Snapshot) -> Iterator[Finding]:
     for agent in snapshot.agents.values():
+        if agent.answer.endpoint.metrics:  # SGLang's utilization is -1 where it is unknown
+            continue
         wrong = {**_negative(agent), **_too_large(agent), **_decreased(snapshot, agent)}
         if not wrong:
             continue

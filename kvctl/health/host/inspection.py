@@ -45,7 +45,8 @@ def inspect(
         snapshot: answers of the agents; None to check without agents.
         command: facts about a server that is not started yet; None to check those that run.
     """
-    agents = {} if snapshot is None else snapshot.agents
+    known = {} if snapshot is None else snapshot.agents
+    agents = {name: agent for name, agent in known.items() if not agent.answer.endpoint.metrics}
     environments = {
         agent.name: {key: value for key, _, value in (each.partition("=") for each in variables)}
         for agent in agents.values()

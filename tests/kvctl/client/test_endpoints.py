@@ -81,8 +81,8 @@ def test_tcp_is_believed_until_it_is_asked_and_other_schemes_are_unknown(surroun
     with pytest.raises(CliError, match="write tcp://host:port") as refused:
         discover(["tcp://host"])
     assert refused.value.code is ExitCode.USAGE
-    with pytest.raises(CliError, match="http:// is not an address"):
-        discover(["http://host"])
+    with pytest.raises(CliError, match="ftp:// is not an address"):
+        discover(["ftp://host"])
     with pytest.raises(CliError, match="107 bytes"):
         discover(["ipc:///" + "x" * 120])
 

@@ -1,0 +1,160 @@
+"""Endpoints of metrics as rows of agents: what engines export, and nothing that they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvctl.client.calls import Call
+from kvctl.client.endpoints import endpoint_of
+from kvctl.client.faults import FaultCode
+from kvctl.client.fleet import Fleet, Survey
+from kvctl.client.health_reads import HEALTH_CALLS
+from kvctl.errors import CliError
+from kvctl_agent.contract.snapshots import Status
+from tests.support.exporter import Exporter, recorded
+
+S = 1_000_000_000
+
+
+def survey(*endpoints: str, calls: Any = HEALTH_CALLS, **labels: str) -> Survey:
+    with Fleet(endpoints, labels, timeout_ns=60 * S) as fleet:
+        return fleet.survey(calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "remote"),
+    [
+        ("metrics://node-0:30000", "http://node-0:30000/metrics"),
+        ("http://node-0:30000", "http://node-0:30000/metrics"),
+        ("http://node-0:30000/", "http://node-0:30000/metrics"),
+        ("https://node-0/engine/metrics?name[]=a", "https://node-0/engine/metrics?name[]=a"),
+        ("metrics://[fd00::5]:8000", "http://[fd00::5]:8000/metrics"),
+    ],
+)
+def test_addresses(text: str, remote: str) -> None:
+    endpoint = endpoint_of(text)
+    assert (endpoint.remote, endpoint.metrics, endpoint.path) == (remote, True, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "metrics://node-0",
+        "metrics://",
+        "http://",
+        "http://node-0:99999",
+        "http://a:b@node-0:80",
+        "http://node-0:80/#part",
+        "http://node-0:80/a b",
+        "http://node-0:80/\r\nX: y",
+        "http://[fd00::5",
+        "http://ü:80",
+    ],
+)
+def test_malformed_addresses(text: str) -> None:
+    with pytest.raises(CliError, match="write metrics://host:port"):
+        endpoint_of(text)
+
+
+def status_of(name: str) -> Any:
+    with Exporter(recorded(name)) as server:
+        found = survey(server.url)
+    assert not found.faults
+    (agent,) = found.agents
+    assert agent.name == server.place
+    status = agent.data["status"]
+    assert status.keys() == Status.__annotations__.keys()
+    return status
+
+
+def test_a_prefill_server_of_sglang() -> None:
+    status = status_of("sglang-prefill")
+    assert status["role"] == "prefill"
+    assert status["integration"]["engine"] == "sglang"
+    assert status["rooms_finished_total"] == {"Success": 6}  # it exports no failures before the first
+    assert status["bytes_total"] == round(2.03125 * (1 << 20))
+    assert status["rate"]["gb_per_s"] == pytest.approx(2.03125 * (1 << 20) / 986_328_017, rel=1e-6)
+    assert status["latency"]["count"] == 5
+    assert 0 < status["latency"]["p50_ns"] < status["latency"]["p99_ns"] <= S
+    assert status["uptime_ns"] is None
+    assert status["ring"] is None
+
+
+def test_a_decode_server_of_sglang() -> None:
+    status = status_of("sglang-decode")
+    assert status["role"] == "decode"
+    assert status["rooms"] == {"Bootstrapping": 0, "WaitingForInput": 0, "Transferring": 0}
+    assert status["latency"] == {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
+
+
+def test_failed_requests_are_not_done() -> None:
+    """SGLang counts them among all that ended."""
+    assert status_of("sglang-decode-failed-2")["rooms_finished_total"] == {"Success": 42, "Failed": 4}
+
+
+def test_servers_of_vllm() -> None:
+    status = status_of("vllm-decode")
+    assert status["role"] == "decode"
+    assert status["rooms_finished_total"] == {"Success": 3, "Failed": 0}
+    assert (status["bytes_total"], status["latency"]["count"]) == (3_932_160, 3)
+    assert status["uptime_ns"] > 0
+    assert status_of("vllm-prefill")["role"] == ""  # nothing tells before its first transfer
+
+
+def test_the_exporter_of_nixl() -> None:
+    status = status_of("nixl")
+    assert (status["bytes_total"], status["rooms"], status["rooms_finished_total"]) == (12_582_912, {}, {"Failed": 0})
+    assert status["rate"]["gb_per_s"] == pytest.approx(12_582_912 / 279_674_000)
+
+
+def test_a_worker_of_dynamo_with_its_engine() -> None:
+    text = (
+        '# TYPE dynamo_component_errors_total counter\ndynamo_component_errors_total{worker_type="decode"} 2\n'
+        + recorded("vllm-prefill")
+    )
+    with Exporter(text) as server:
+        (agent,) = survey(server.url).agents
+    assert agent.data["status"]["role"] == "decode"
+    assert agent.data["status"]["rooms_finished_total"]["Failed"] == 2
+
+
+def test_the_rate_is_that_since_the_previous_reading() -> None:
+    before = recorded("vllm-decode")
+    after = before.replace('sum{engine="0",model_name="tiny"} 0.128529', 'sum{engine="0",model_name="tiny"} 1.128529')
+    after = after.replace(
+        'sum{engine="0",model_name="tiny"} 3.93216e+06', 'sum{engine="0",model_name="tiny"} 4.93216e+06'
+    )
+    with Exporter(before) as server, Fleet([server.url], {}, timeout_ns=60 * S) as fleet:
+        fleet.survey(HEALTH_CALLS)
+        server.text = after
+        (agent,) = fleet.survey(HEALTH_CALLS).agents
+    assert agent.data["status"]["rate"]["gb_per_s"] == pytest.approx(0.001)
+
+
+def test_labels_select_them() -> None:
+    with Exporter(recorded("sglang-prefill")) as prefill, Exporter(recorded("sglang-decode")) as decode:
+        found = survey(prefill.url, decode.url, role="decode")
+    assert [agent.name for agent in found.agents] == [decode.place]
+    assert found.filtered == 1
+
+
+def test_what_metrics_do_not_answer_is_a_fault() -> None:
+    with Exporter(recorded("sglang-prefill")) as server:
+        (fault,) = survey(server.url, calls=(Call("rooms"),)).faults
+    assert (fault.agent, fault.code) == (server.place, FaultCode.METRICS_ONLY)
+
+
+def test_a_server_that_does_not_answer_beside_one_that_does() -> None:
+    with Exporter(recorded("sglang-prefill")) as server:
+        found = survey(server.url, "metrics://127.0.0.1:1")
+    assert [agent.name for agent in found.agents] == [server.place]
+    assert [(fault.agent, fault.code) for fault in found.faults] == [("127.0.0.1:1", FaultCode.UNREACHABLE)]
+
+
+def test_many_at_once() -> None:
+    with Exporter(recorded("sglang-decode")) as server:
+        found = survey(*(f"{server.url}/metrics?{number}" for number in range(40)))
+    assert not found.faults
+    assert len(found.agents) == 1  # one process, however many addresses

@@ -1,0 +1,142 @@
+"""Metrics over HTTP: recorded texts of real engines, and servers that answer something else, slowly or for ever."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvctl.client.faults import FaultCode
+from kvctl.client.metrics import scrape as module
+from kvctl.client.metrics.scrape import ScrapeError, parse, scrape
+from tests.support.exporter import RECORDED, Exporter, recorded
+from tests.support.http_answers import serving
+
+S = 1_000_000_000
+FAR = 60 * S
+
+
+def soon(ns: int = FAR) -> int:
+    return time.monotonic_ns() + ns
+
+
+def answer(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", *headers, f"Content-Length: {len(body)}", "Connection: close"]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECORDED.glob("*.txt")))
+def test_recorded_texts(name: str) -> None:
+    rows = {row["name"]: row for row in parse(recorded(name).encode())}
+    prefix = {"sglang": "sglang:", "vllm": "vllm:", "nixl": "agent_"}[name.partition("-")[0]]
+    assert {row["kind"] for row in rows.values()} <= {"counter", "gauge", "histogram"}
+    assert all(each.startswith(prefix) or each == "process_start_time_seconds" for each in rows)
+    for row in rows.values():
+        for sample in row["samples"]:
+            counts = [count for _, count in sample.get("buckets", ())]
+            assert counts == sorted(counts)
+            assert not counts or counts[-1] == sample["count"]
+
+
+def test_over_http() -> None:
+    with Exporter(recorded("vllm-decode")) as server:
+        rows = {row["name"]: row for row in scrape(f"{server.url}/metrics", soon())}
+    assert rows["vllm:nixl_xfer_time_seconds"]["samples"][0]["sum"] == pytest.approx(0.128529)
+    assert rows["vllm:request_success_total"]["kind"] == "counter"
+
+
+def test_chunked_answers() -> None:
+    text = recorded("nixl").encode()
+    pieces = [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"]
+    pieces += [b"%x\r\n%s\r\n" % (len(part), part) for part in (text[:1000], text[1000:])]
+    with serving([*pieces, b"0\r\n\r\n"]) as place:
+        assert scrape(f"http://{place}/metrics", soon()) == parse(text)
+
+
+@pytest.mark.parametrize(
+    ("reply", "code", "text"),
+    [
+        (answer(b"", "404 Not Found"), FaultCode.PROTOCOL, "--enable-metrics"),
+        (answer(b"", "401 Unauthorized"), FaultCode.NOT_PERMITTED, "refuses /metrics"),
+        (answer(b"", "500 Oops"), FaultCode.PROTOCOL, "status 500"),
+        (answer(b"", "302 Found", "Location: http://elsewhere.invalid/metrics"), FaultCode.PROTOCOL, "elsewhere"),
+        (answer(b"", "307 Again", "Location: /metrics"), FaultCode.PROTOCOL, "not followed"),
+        (answer(b"", "302 Found", "Location: file:///etc/passwd"), FaultCode.PROTOCOL, "not followed"),
+        (answer(b"go_goroutines 7\n"), FaultCode.PROTOCOL, "no metrics of an engine"),
+        (answer(b"process_start_time_seconds 7\n"), FaultCode.PROTOCOL, "no metrics of an engine"),
+        (answer(b"<html>{}</html>"), FaultCode.PROTOCOL, "text format"),
+        (answer(gzip.compress(b"sglang:x 1\n", mtime=0)), FaultCode.PROTOCOL, "text format"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", FaultCode.PROTOCOL, "not HTTP"),
+        (b"", FaultCode.PROTOCOL, "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nshort", FaultCode.PROTOCOL, "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", FaultCode.PROTOCOL, "not HTTP"),
+    ],
+)
+def test_other_answers(reply: bytes, code: FaultCode, text: str) -> None:
+    with serving(reply) as place, pytest.raises(ScrapeError, match=text) as caught:
+        scrape(f"http://{place}/metrics", soon())
+    assert caught.value.code is code
+
+
+def test_a_redirect_within_the_server_is_followed_once() -> None:
+    """As of an application that is mounted at /metrics/; the second answer is the same redirect."""
+    asked = []
+
+    def pieces() -> Iterator[bytes]:
+        asked.append(1)
+        yield answer(b"", "307 Again", "Location: /metrics/")
+
+    class Each:
+        def __iter__(self) -> Iterator[bytes]:
+            return pieces()
+
+    with serving(Each()) as place, pytest.raises(ScrapeError, match="/metrics/', which is not followed"):
+        scrape(f"http://{place}/metrics", soon())
+    assert len(asked) == 2
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(ScrapeError, match="cannot connect") as caught:
+        scrape(f"http://127.0.0.1:{port}/metrics", soon())
+    assert caught.value.code is FaultCode.UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    "pieces", [[b"HTTP/1.1 200 OK\r\n"] + [b"X: y\r\n"] * 10_000, [answer(b"")[:-2]] + [b" "] * 10_000]
+)
+def test_a_slow_server_ends_at_the_deadline(pieces: list[bytes]) -> None:
+    with serving(pieces, pause_s=0.05) as place, pytest.raises(ScrapeError) as caught:
+        scrape(f"http://{place}/metrics", soon(S // 2))
+    assert caught.value.code is FaultCode.TIMEOUT
+
+
+def test_a_silent_server_ends_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ScrapeError) as caught:
+        scrape(f"http://127.0.0.1:{silent.getsockname()[1]}/metrics", soon(S // 5))
+    assert caught.value.code is FaultCode.TIMEOUT
+
+
+def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1 << 20)
+    with (
+        serving([b"HTTP/1.1 200 OK\r\n\r\n"] + [b"sglang:x 1\n" * 1000] * 10_000) as place,
+        pytest.raises(ScrapeError, match="more than 1 MiB"),
+    ):
+        scrape(f"http://{place}/metrics", soon())
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_rows_or_an_error(body: bytes) -> None:
+    for text in (body, b"sglang:num_queue_reqs 1\n" + body, b"# TYPE vllm:x histogram\n" + body):
+        try:
+            rows = parse(text)
+        except ScrapeError:
+            continue
+        assert all({"name", "kind", "samples"} <= row.keys() for row in rows)

@@ -1,0 +1,94 @@
+"""Commands about servers without an agent, by their metrics: `--url` of doctor, and `-e metrics://…` of the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.exporter import Exporter, recorded
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvctl.commands.health_query.METRICS_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Exporter, Exporter]]:
+    with Exporter(recorded("vllm-prefill-expired")) as prefill, Exporter(recorded("vllm-decode")) as decode:
+        yield prefill, decode
+
+
+def test_doctor(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
+    prefill, decode = servers
+    outcome = kvctl("doctor", "--url", prefill.url, "--url", decode.place, "-o", "table")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("i 1 info   2 agents\n")
+    assert "KV_HOLD_EXPIRED" in outcome.out
+    assert "this host" not in outcome.out
+
+
+def test_doctor_of_a_server_that_fails(kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Exporter(recorded("vllm-decode-failed-1")) as server:
+        monkeypatch.setattr("kvctl.commands.health_query.time.sleep", lambda _: fails(server))
+        outcome = kvctl("doctor", "--url", server.url, "-o", "json")
+    (found,) = json.loads(outcome.out)["data"]
+    assert (outcome.code, found["code"], found["severity"]) == (1, "KV_REQUESTS_FAILED", "warning")
+    assert found["next"] == f"kvctl metrics show -e {server.url}/metrics"
+
+
+def fails(server: Exporter) -> None:
+    server.text = recorded("vllm-decode-failed-2")
+
+
+@pytest.mark.parametrize("more", [("--host-only",), ("--", "vllm", "serve", "MODEL")])
+def test_doctor_examines_one_thing(more: tuple[str, ...], kvctl: Any) -> None:
+    outcome = kvctl("doctor", "--url", "http://node-0:8000", *more)
+    assert outcome.code == 2
+    assert "--url examines servers that run" in outcome.err
+
+
+def test_doctor_without_an_answer(kvctl: Any) -> None:
+    outcome = kvctl("doctor", "--url", "127.0.0.1:1", "-o", "table")
+    assert outcome.code == 3
+    assert "127.0.0.1:1: cannot connect: Connection refused" in outcome.err
+
+
+def test_status(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
+    outcome = kvctl("status", *(f"-emetrics://{server.place}" for server in servers), "-o", "table")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "decode   1 rank answered, vllm metrics" in outcome.out
+    assert "no role  1 rank answered, vllm metrics" in outcome.out
+
+
+def test_the_context_has_them(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
+    prefill, decode = servers
+    assert kvctl("context", "add", "stock", "-e", f"metrics://{prefill.place}", "-e", decode.url, "--use").code == 0
+    outcome = kvctl("status", "-o", "json")
+    assert [row["name"] for row in json.loads(outcome.out)["data"]] == sorted([prefill.place, decode.place])
+    assert kvctl("doctor", "-o", "json").code in {0, 1}  # this host may have warnings
+    assert kvctl("check", "all").code == 0
+
+
+def test_the_others_say_what_is_missing(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
+    at = ("-e", servers[0].url)
+    for command in (("rooms",), ("peers",), ("staging",), ("events",), ("nics",)):
+        outcome = kvctl(*command, *at)
+        assert outcome.code == 1, command
+        assert "exports only metrics" in outcome.err, command
+    assert "vllm:nixl_num_kv_expired_reqs_total" in kvctl("metrics", "show", *at, "-o", "table").out
+    assert kvctl("agents", *at).code == 0
+    assert kvctl("top", "--snapshot", "-", *at).code in {0, 2}
+
+
+def test_a_recording_has_them(servers: tuple[Exporter, Exporter], kvctl: Any, tmp_path: Any) -> None:
+    file = str(tmp_path / "fleet.kvrec")
+    at = [f"-e{server.url}" for server in servers]
+    recording = kvctl("record", file, *at)
+    assert recording.code == 7  # without the inputs of agents
+    assert "exports only metrics: inputs needs an agent" in recording.err
+    live, recorded_ = (json.loads(kvctl("status", *more, "-o", "json").out)["data"] for more in (at, ["--from", file]))
+    assert [row["bytes_total"] for row in recorded_] == [row["bytes_total"] for row in live]
