@@ -21,11 +21,10 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.baseline import FAIL, PASS, UNDECIDED, compare, lines, load_baseline
-from kvctl.lab.bench.preset_views import PIPELINE
 from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.results import Outcome
 from kvctl.lab.bench.rows import with_delta
-from kvctl.lab.bench.session import Session, Steps, measure, trials_of
+from kvctl.lab.bench.session import Session, Steps, measure
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, PLAN, blocks, contestants, plan_captions, plan_rows, plan_table
 from kvctl.lab.ranks.group import FleetError
@@ -125,7 +124,7 @@ class BenchRun:
         """
         code = ExitCode.OK
         with Steps(self._settings.quiet, self._output.detail) as steps:
-            steps.expect(sum(trials_of(wave.program, plan) for wave, pairs in self._planned for _, plan in pairs))
+            steps.expect(sum(wave.program.trials(plan) for wave, pairs in self._planned for _, plan in pairs))
             for wave, pairs in self._planned:
                 with ExitStack() as stack:
                     sessions = [self._session(wave, *pair, len(pairs) > 1, stack, steps) for pair in pairs]
@@ -213,7 +212,7 @@ class BenchRun:
             from kvctl.lab.bench.html.report import render
 
             command = shlex.join(["kvctl", *sys.argv[1:]])
-            page = render(self._outcome.document(), self._outcome.waterfalls(), command, self._started_at)
+            page = render(self._outcome.document(), command, self._started_at)
             html.write_text(page, encoding="utf-8")
             self._output.note(f"the report is in {html}")
 
@@ -264,8 +263,6 @@ class BenchRun:
         terminal = partial(blocks, outcome=self._outcome)
         if preset is None:
             return Report(BENCH, rows, answered=1, blocks=lambda kept, _width: terminal(kept, view=None))
-        # Cases that only measure the plain transfer are in the saved result, but not in the table.
-        lines = [row for row in rows if preset.table is not PIPELINE or "ratio" in row]
         if preset.within:
-            lines = with_delta(lines, preset.within)
-        return Report(preset.table, lines, answered=1, blocks=lambda kept, _width: terminal(kept, view=preset.table))
+            rows = with_delta(rows, preset.within)
+        return Report(preset.table, rows, answered=1, blocks=lambda kept, _width: terminal(kept, view=preset.table))

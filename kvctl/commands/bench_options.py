@@ -174,7 +174,6 @@ def _traffic() -> list[click.Option]:
         option("--trace", "FILE", trace, type=_FILE),
         option("--tokens-scale", "X", "Multiply the trace's lengths by X.", parse_scale, default="1"),
         option("--speedup", "X", speedup, default=1.0, type=_POSITIVE),
-        option("--strict", None, "Stop at a line that does not parse, instead of skipping it.", is_flag=True),
         option("--sessions", "N", "N conversations; each turn reuses the previous ones.", type=_COUNT),
         option("--turns", "N", "Turns of each conversation. [default: 10]", type=_COUNT),
         option("--cache-tokens", "N", cache, type=click.IntRange(min=0)),

@@ -103,7 +103,7 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
             planned = _plan_request(merged, loads, seed, _memory(preset))
             for variant in expand(planned, merged["transports"], merged["cp_modes"]):
                 variants.append(replace(variant, fleet=each.label))
-        resolved += [Wave(tuple(wave), part.program(settled)) for wave in waves([variants])]
+        resolved += [Wave(tuple(wave), _program(settled)) for wave in waves([variants])]
     return BenchRequest(options, preset, source, tuple(resolved), tuple(notes))
 
 
@@ -139,7 +139,7 @@ def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
         raise _refused("--transport", f"no value is given; allowed: {', '.join(TRANSPORTS)}")
     if options["trace"] is not None and options["sessions"] is not None:
         raise _refused("--trace", "the trace defines the requests: leave out --sessions")
-    for needed, names in (("trace", ("speedup", "tokens_scale", "strict")), ("sessions", ("turns",))):
+    for needed, names in (("trace", ("speedup", "tokens_scale")), ("sessions", ("turns",))):
         for name in names:
             if name in given and options[needed] is None:
                 raise _refused(f"--{name.replace('_', '-')}", f"requires --{needed}")
@@ -187,6 +187,10 @@ def _check_device(options: Mapping[str, Any], given: Collection[str]) -> None:
         raise _refused("--layer-ms", "--compute gpu computes the layers for real: leave it out")
 
 
+def _program(options: Mapping[str, Any]) -> Program:
+    return Program(options["layer_ms"], options["repeat"], options["busy_engines"])
+
+
 def _with_defaults(options: Mapping[str, Any], given: Collection[str], source: Source | None) -> dict[str, Any]:
     """Returns the options, completed with the defaults that depend on other options or on the requests of `source`."""
     settled = dict(options)
@@ -206,7 +210,7 @@ def _source(options: Mapping[str, Any], seed: int) -> tuple[Source | None, list[
     facts: dict[str, Any]
     if options["trace"] is not None:
         try:
-            trace = read(options["trace"], options["rooms"] or _TRACE_REQUESTS, options["strict"])
+            trace = read(options["trace"], options["rooms"] or _TRACE_REQUESTS)
         except TraceError as error:
             raise _refused("--trace", str(error)) from error
         notes = trace.notes
@@ -265,7 +269,7 @@ def _scaled(
     together = len(part.fleets) * len(options["transports"]) * len(options["cp_modes"])
     limits = scale.Limits(
         memory_bytes=_memory(preset) // together,
-        moved_bytes=round(cores() * scale.MOVED_PER_CORE_BYTES * part.weight),
+        moved_bytes=round(cores() * scale.MOVED_PER_CORE_BYTES),
         in_flight=preset.in_flight,
         # Every context-parallel rank has all of a room's KV.
         copies=1 + max(fleet.options.get("prefill_cp", options["prefill_cp"]) for fleet in part.fleets),
@@ -278,14 +282,12 @@ def _scaled(
         * max(1, len(options["paths"]))
         * len(options["pipelines"])
         * len(options["busy_engines"])
-        * options["repeat"]
-        * part.runs,
+        * options["repeat"],
         dtype=options["dtype"],
         limits=limits,
     )
     changed = {name: getattr(found, name) for name in geometry if getattr(found, name) != getattr(requested, name)}
-    name = f"{preset.name} {part.name}".strip()
-    return {**_shortened(options, found.tokens), **changed}, scale.scaling_note(name, requested, found)
+    return {**_shortened(options, found.tokens), **changed}, scale.scaling_note(preset.name, requested, found)
 
 
 def _memory(preset: Preset | None) -> int:

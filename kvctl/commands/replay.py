@@ -57,10 +57,6 @@ REPLAYED = View(
     cls=KvctlCommand,
     examples=[
         ("Run a recording again", "kvctl replay incident.kvrec"),
-        (
-            "Write a test that repeats the first broken invariant",
-            "kvctl replay incident.kvrec --write-test test_incident.py",
-        ),
     ],
 )
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -74,12 +70,6 @@ REPLAYED = View(
     metavar="SECONDS",
     help="How long to try.",
 )
-@click.option(
-    "--write-test",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write a pytest file (test_….py) that repeats the first breach, and its inputs beside it (test_….kvrec).",
-)
 @pass_settings
 def replay(
     settings: Settings,
@@ -87,7 +77,6 @@ def replay(
     agents: tuple[str, ...],
     shrink: bool,
     shrink_seconds: float,
-    write_test: Path | None,
 ) -> None:
     """Run the inputs saved by kvctl record or kvctl debug bundle through the state machines again.
 
@@ -101,15 +90,13 @@ def replay(
         from kvctl.lab.replay import verdicts
     except ModuleNotFoundError as error:
         raise CliError(f"the agent's side is not installed ({error}): {install('agent')}") from error
-    rows = verdicts.replay(file, agents, shrink_seconds if shrink else None, write_test, _Progress(output))
+    rows = verdicts.replay(file, agents, shrink_seconds if shrink else None, _Progress(output))
     if not rows:
         raise CliError(f"{file}: it has no inputs of state machines (a redacted bundle never has): nothing to replay")
     broken = [row for row in rows if row["breach"] is not None]
     for row in rows:
         for note in row["notes"]:
             output.note(f"{row['agent']}: {note}")
-    if write_test is not None and not broken:
-        output.note(f"no invariant is broken: {write_test} was not written")
     report = Report(REPLAYED, rows, len(rows), objects=list, blocks=lambda kept, _: _blocks(kept))
     output.emit(report)
     raise click.exceptions.Exit(ExitCode.FAILED if broken else ExitCode.OK)
@@ -147,6 +134,4 @@ def _story(row: Row) -> list[Line]:
         lines.append([(f"{units.count(shrunk['inputs'])} inputs are enough{early}; the last ones:", "")])
         story = shrunk["story"]
     lines += [[(f"  {line}", "dim" if line.startswith(" ") else "")] for line in story]
-    if row["test"]:
-        lines.append([("a test that repeats it: ", ""), (row["test"], "bold")])
     return lines

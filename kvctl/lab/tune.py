@@ -13,7 +13,7 @@ from typing import Any
 
 from kvctl.lab.bench.program import Program
 from kvctl.lab.bench.rows import delta_of, p50_ms, same_choice
-from kvctl.lab.bench.session import Session, Steps, measure, trials_of
+from kvctl.lab.bench.session import Session, Steps, measure
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.ranks.plan import Plan
 
@@ -174,7 +174,7 @@ def run_fleets(program: Program, fleets: Fleets, steps: Steps, point_s: float | 
             )
             for variant, plan in fleets
         ]
-        steps.expect(sum(trials_of(program, plan) for _, plan in fleets))
+        steps.expect(sum(program.trials(plan) for _, plan in fleets))
         measure(sessions, steps, roofline=False)
         for session in sessions:
             session.fleet.stop()

@@ -13,10 +13,8 @@ _PRESET_COLUMNS = {
     for column in (
         Column("tokens", Kind.COUNT),
         Column("in_flight", Kind.COUNT),
-        Column("ratio", Kind.NUMBER, header="T:C"),
         Column("cp_size", Kind.COUNT, header="CP"),
         Column("compute", Kind.DURATION, path=nanoseconds("compute_ms", "p50"), header="C"),
-        Column("transfer", Kind.DURATION, path=nanoseconds("transfer_ms"), header="T"),
         Column("exposed", Kind.DURATION, path=nanoseconds("exposed_ms", "p50")),
         Column("ttft_p50", Kind.DURATION, path=nanoseconds("ttft_ms", "p50"), header="P50"),
         Column("ttft_p99", Kind.DURATION, path=nanoseconds("ttft_ms", "p99"), header="P99"),
@@ -50,19 +48,9 @@ PROMPTS = replace(STAGING, columns=(replace(STAGING.columns[0], header="PROMPTS"
 
 PIPELINE = _table(
     "bench-pipeline-sweep",
-    "tokens concurrency ratio pipeline path transport compute transfer groups exposed "
-    "ttft_mean ttft_p95 tokens_per_s ttft_delta decisions verified",
-    normal=("verified",),
-    wide=("path", "transport", "decisions"),
-    groups="N",
-    **_TTFT,
-)
-
-PIPELINE_COMPUTED = _table(
-    "bench-pipeline-computed",
     "tokens path pipeline transport rooms compute slowdown groups hidden exposed ttft_mean ttft_p95 ttft_delta "
     "tokens_per_s floor decisions verified",
-    normal=("transport", "verified"),
+    normal=("transport", "slowdown", "verified"),
     wide=("rooms", "floor", "decisions"),
     slowdown="SLOWER BY",
     groups="N",

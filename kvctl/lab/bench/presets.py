@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvctl.lab.bench.options import sweep_loads
-from kvctl.lab.bench.preset_views import CP, MULTI_TURN, PIPELINE, PIPELINE_COMPUTED, PROMPTS, STAGING, STRESS
-from kvctl.lab.bench.program import Program, Ratios, SideBySide
+from kvctl.lab.bench.preset_views import CP, MULTI_TURN, PIPELINE, PROMPTS, STAGING, STRESS
 from kvctl.lab.ranks.request import Load, Tokens
 from kvctl.render.view import View
 
@@ -32,24 +31,14 @@ class Part:
     """A part of a preset that runs on fleets of its own.
 
     Attributes:
-        name: name in notes, if there are several parts.
         fleets: fleets that are compared with each other.
         loads: returns the loads for the options.
-        program: returns the program for the options.
-        runs: factor of the number of trials of each load, besides `repeat` and the compared settings.
-        weight: factor of the limit of transferred bytes when the part is scaled to this machine.
     """
 
-    name: str = ""
     fleets: tuple[FleetOptions, ...] = (FleetOptions("", {}),)
     loads: Callable[[Options], tuple[Load, ...]] = lambda options: sweep_loads(
         options["concurrency"], options["tokens"], options["sweep"]
     )
-    program: Callable[[Options], Program] = lambda options: SideBySide(
-        options["layer_ms"], options["repeat"], options["busy_engines"]
-    )
-    runs: int = 1
-    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,39 +65,6 @@ class Preset:
     rooms: Callable[[int], int] = lambda concurrency: max(16, concurrency)
     least: Mapping[str, int] = field(default_factory=lambda: {"layers": 4, "kv_heads": 4, "head_dim": 64, "tokens": 64})
     in_flight: int = 1024
-
-
-_RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# Prompt length at which ratios are measured, a single chunk.
-_RATIO_TOKENS = 8192
-# Few rooms per case and many repeats, so that compared cases take turns about every second.
-_RATIO_ROOMS = 2
-_RATIO_TURNS = 4
-_LONE_ROOMS = 6
-
-
-def _lengths(options: Options) -> list[Tokens]:
-    swept = dict(options["sweep"]).get("tokens")
-    return [Tokens(values=(value,)) for value in swept] if swept else [options["tokens"]]
-
-
-def _ratio_load(options: Options) -> tuple[Load, ...]:
-    """Returns a load with the longest prompt of at most `_RATIO_TOKENS`, which is a single chunk."""
-    lengths = sorted(max(length.values) for length in _lengths(options))
-    most = max((length for length in lengths if length <= _RATIO_TOKENS), default=lengths[0])
-    return (Load(1, Tokens(values=(most,)), _RATIO_ROOMS),)
-
-
-def _length_loads(options: Options) -> tuple[Load, ...]:
-    """Returns two loads for each prompt length: one room at a time, and as many as the option `concurrency` allows."""
-    lengths = _lengths(options)
-    lone = [Load(1, length, _LONE_ROOMS) for length in lengths]
-    return (*lone, *(Load(options["concurrency"], length) for length in lengths))
-
-
-def _length_program(options: Options) -> Program:
-    count = len(_lengths(options))
-    return Ratios(tuple((count + at, 1.0) for at in range(count)), options["repeat"])
 
 
 def _session_load(options: Options) -> tuple[Load, ...]:
@@ -167,30 +123,20 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "pipeline-sweep",
-            "layer groups: exposed transfer by its ratio to compute, then TTFT and throughput over prompt lengths",
+            "layer groups: exposed transfer and TTFT over prompt lengths, with simulated compute",
             {
+                # Rooms run one at a time: a second room would wait for the forward of the first one.
                 # One rank per side: simulated compute takes no processor time, so the transfer alone uses the cores.
                 "layers": 30,  # divisible into groups of one size
                 "paths": ("staged",),
                 "pipelines": ("off", "on", "measured"),
-                "concurrency": 32,
+                "concurrency": 1,
+                "layer_ms": 1.0,
                 "sweep": (("tokens", [256 << power for power in range(7)]),),
             },
             PIPELINE,
-            parts=(
-                # Rooms so large that their transfer takes long compared with the fixed cost of a part.
-                Part(
-                    name="at ratios",
-                    loads=_ratio_load,
-                    program=lambda options: Ratios(
-                        tuple((0, ratio) for ratio in _RATIOS), _RATIO_TURNS * options["repeat"]
-                    ),
-                    runs=_RATIO_TURNS * len(_RATIOS),
-                    weight=4.0,
-                ),
-                Part(name="over lengths", loads=_length_loads, program=_length_program),
-            ),
-            rooms=lambda concurrency: concurrency,
+            within=("path", "transport"),
+            rooms=lambda concurrency: 8 * concurrency,
             least={"layers": 30, "kv_heads": 2, "head_dim": 16, "tokens": 256},
             in_flight=8,
         ),
@@ -236,8 +182,6 @@ PRESETS: dict[str, Preset] = {
 POINT_SECONDS = 5.0
 """Time limit per load and path on GPUs: path slice, with a descriptor per row, takes 1 s per room of a large model."""
 
-# Rooms run one at a time: a GPU computes one forward at a time, so with a second room in flight its wait in the queue
-# would be measured.
 _PIPELINE_SWEEP_COMPUTED = Preset(
     "pipeline-sweep",
     "layer groups with forwards computed on the GPU: exposed transfer and TTFT over prompt lengths",
@@ -248,8 +192,7 @@ _PIPELINE_SWEEP_COMPUTED = Preset(
         "concurrency": 1,
         "sweep": (("tokens", [1024 << power for power in range(5)]),),
     },
-    PIPELINE_COMPUTED,
-    parts=(Part(),),
+    PIPELINE,
     within=("path", "transport"),
     rooms=lambda concurrency: 8 * concurrency,
 )

@@ -10,11 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvctl.lab.bench.machine import ROOFLINES, fingerprint
-from kvctl.lab.bench.program import Case, Program
+from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.room_timing import TimedTrial, time_rooms
 from kvctl.lab.bench.rows import mismatches, rounds_of, row_of, with_delta
-from kvctl.lab.bench.statistics import percentile
-from kvctl.lab.bench.timelines import RoomTimeline, room_timelines
 from kvctl.lab.bench.traffic import Source, planned_requests
 from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
 from kvctl.lab.bench.variants import Variant, sizes_text
@@ -79,21 +77,14 @@ class Results:
         """
         return max(self.roofline[kind], default=None)
 
-    def latency_ms(self, case: Case) -> float | None:
-        """Returns the median latency of the rooms of a case measured so far; None if there are none."""
-        ordered = sorted(
-            timing.latency_ns / 1e6 for trial in self._trials.get(case, ()) for timing in trial.timings.values()
-        )
-        return percentile(ordered, 0.5) if ordered else None
-
     def trials(self) -> Mapping[Case, Sequence[TimedTrial]]:
         """Returns the trials of each case, with the cases in the plan's order of loads, paths and pipelines."""
         paths, pipelines = self.plan["paths"], self.plan["pipelines"]
 
-        def order(case: Case) -> tuple[int, int, float, int, int, int]:
+        def order(case: Case) -> tuple[int, int, int, int]:
             pipeline = pipelines.index(case.pipeline) if case.pipeline in pipelines else -1
             busy = BUSY_ENGINES.index(case.busy_engine)
-            return case.load, case.turn, case.layer_ms, paths.index(case.path), pipeline, busy
+            return case.load, paths.index(case.path), pipeline, busy
 
         return {case: self._trials[case] for case in sorted(self._trials, key=order)}
 
@@ -122,10 +113,9 @@ class Results:
 
 
 class Measured(NamedTuple):
-    """One fleet of a bench: the variant that it runs, its program and its results."""
+    """One fleet of a bench: the variant that it runs and its results."""
 
     variant: Variant
-    program: Program
     results: Results
 
 
@@ -205,26 +195,17 @@ class Outcome:
             document["traffic"] = {**self._source.facts, "requests": planned_requests(plan)}
         return document
 
-    def waterfalls(self) -> list[RoomTimeline]:
-        """Returns a typical room of each path and pipeline setting of each fleet, for the HTML report."""
-        every = [each.results for each in self.measured]
-        return [room for each in every for room in room_timelines(each.trials(), each.names, each.plan)]
-
     def rows_of(self, each: Measured) -> list[dict[str, Any]]:
         """Returns a row per case of a fleet, in the order of `Results.trials`."""
-        variant, program, results = each
-        request = variant.request
+        request, results = each.variant.request, each.results
         layout = {
-            "fleet": variant.fleet,
+            "fleet": each.variant.fleet,
             "prefill": " + ".join(map(sizes_text, request.prefill)),
             "decode": sizes_text(request.decode),
             "cp_size": max(sizes.cp for sizes in request.prefill),
             "decode_ms": request.decode_ms,
         }
-        return [
-            {**row, **layout, **program.derived(results.plan, case, results.latency_ms, row)}
-            for case, row in zip(results.trials(), results.rows(), strict=True)
-        ]
+        return [{**row, **layout} for row in results.rows()]
 
 
 def _mismatch_text(wrong: Mismatch) -> str:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from kvctl.lab.bench.machine import copy_roofline
 from kvctl.lab.bench.room_timing import RoomTiming, TimedTrial, asked_rooms_per_s, rate, served_rooms_per_s
 from kvctl.lab.bench.statistics import median, stage_us, summary_ms, told_apart
-from kvctl.lab.bench.timelines import layer_groups
 from kvctl.lab.ranks.busy_loop import slowdown
 from kvctl.lab.ranks.messages import Mismatch, Ready, RunReport
 from kvctl.lab.ranks.plan import Plan, PlannedLoad, PlannedRank
@@ -29,7 +28,7 @@ _ROUND_FIELDS = (
     *("latency_ms", "ttft_ms", "tpot_ms"),
 )
 # Rows of one load that differ in these fields are different choices, whatever they sent.
-_CONDITIONS = ("fleet", "transport", "cp_mode", "busy_engine", "prefill", "decode", "ratio")
+_CONDITIONS = ("fleet", "transport", "cp_mode", "busy_engine", "prefill", "decode")
 _CHOICE = ("fleet", "transport", "cp_mode", "path", "pipeline")
 
 
@@ -57,7 +56,8 @@ def row_of(
     reports = _Reports(trials, names)
     parts = reports.by_label("kvctl_parts_total", "decode")
     correct = not failed and not any(mismatches(trial) for trial in trials) if verified else None
-    groups = [count for each in trials if (count := layer_groups(each.trial, names, plan["shape"]["layers"]))]
+    counts = ([report["groups"] for report in each.trial.reports.values()] for each in trials)
+    groups = [most for each in counts if (most := max(each, default=0))]
     slowdowns = [each.slowdown_ratio for each in timings if each.slowdown_ratio is not None]
     sent = {
         f"{name}_per_room": sum(reports.by_label(f"kvctl_{name}_total", "prefill").values()) / len(timings)

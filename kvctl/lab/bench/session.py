@@ -97,7 +97,7 @@ class Session:
 
     Attributes:
         results: All measurements so far.
-        measured: The results with the variant and the program.
+        measured: The results with the variant.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Session:
     ) -> None:
         self.fleet = Fleet(plan, variant.request, rank_prefix)
         self.results = Results(plan, self.fleet.ranks, verify)
-        self.measured = Measured(variant, program, self.results)
+        self.measured = Measured(variant, self.results)
         self._plan = plan
         self._program = program
         self._steps = steps
@@ -136,10 +136,9 @@ class Session:
         Raises:
             FleetError: A rank died, failed or hung.
         """
-        for stage in self._program.stages(self._plan, self.results.latency_ms):
-            for trial in self._runner.trials(stage.cases, stage.repeat):
-                self.results.add(trial)
-                yield trial
+        for trial in self._runner.trials(self._program.cases(self._plan), self._program.repeat):
+            self.results.add(trial)
+            yield trial
 
     def repeat(self, cases: Sequence[Case]) -> None:
         """Runs all batches of some cases once more.
@@ -170,11 +169,6 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.fleet.close()
-
-
-def trials_of(program: Program, plan: Plan) -> int:
-    """Returns the number of trials that a program runs on a plan."""
-    return sum(stage.trials(plan) for stage in program.outline(plan))
 
 
 def measure(sessions: Sequence[Session], steps: Steps, roofline: bool = True) -> None:

@@ -1,7 +1,7 @@
 """Reads request traces in Mooncake's format: a JSON object per line, with the ids of the prompt's 512-token blocks.
 
 Traces are untrusted input: every length is bounded, and a line that does not parse is reported with its number and
-skipped, or ends the reading with `--strict`.
+skipped.
 """
 
 from __future__ import annotations
@@ -49,17 +49,15 @@ class Trace:
         """Messages about skipped lines: one for each of the first few, and one with the number of further lines."""
         lines = [f"{self.file} line {number} is skipped: {why}" for number, why in self.skipped.items()]
         more = len(lines) - _SHOWN
-        return lines[:_SHOWN] + (
-            [f"{self.file}: {more} more lines are skipped; --strict stops at the first"] if more > 0 else []
-        )
+        return lines[:_SHOWN] + ([f"{self.file}: {more} more lines are skipped"] if more > 0 else [])
 
 
-def read(path: Path, most: int, strict: bool) -> Trace:
+def read(path: Path, most: int) -> Trace:
     """Reads up to `most` requests of a trace file.
 
     Raises:
         TraceError: The file cannot be read, has no request, has a line longer than `MAX_LINE_BYTES`, or has more than
-            `MAX_SKIPPED` lines that do not parse, or any such line if `strict`.
+            `MAX_SKIPPED` lines that do not parse.
     """
     requests: list[Prompt] = []
     skipped: dict[int, str] = {}
@@ -77,10 +75,6 @@ def read(path: Path, most: int, strict: bool) -> Trace:
                 try:
                     requests.append(parse(line))
                 except ValueError as error:
-                    if strict:
-                        raise TraceError(
-                            f"{path} line {number}: {error}; without --strict such lines are skipped"
-                        ) from None
                     skipped[number] = str(error)
                     if len(skipped) > MAX_SKIPPED:
                         raise TraceError(

@@ -39,7 +39,6 @@ class Trial:
         repeat: number of the repeat, from 0.
         reports: report of each rank on the run, by rank name.
         verdicts: report of each decode rank on the verification, by rank name; empty if nothing was verified.
-        shown: index of the room whose parts the reports list; -1 for none.
         idle_loops: speed of the engine's loop before and after the run, of each rank with a busy engine.
     """
 
@@ -49,7 +48,6 @@ class Trial:
     rooms: tuple[Room, ...]
     reports: Mapping[str, RunReport]
     verdicts: Mapping[str, VerifyReport] = field(default_factory=dict)
-    shown: int = -1
     idle_loops: Sequence[Mapping[str, LoopTimes]] = ()
 
 
@@ -182,7 +180,7 @@ class TrialRunner:
         if self._verify != "off":
             self._on_step(f"verifying {doing}")
             verdicts = self._fleet.verify(self._verify, rooms, doing)
-        return Trial(case, batch, repeat, rooms, reports, verdicts, shown, idle_loops)
+        return Trial(case, batch, repeat, rooms, reports, verdicts, idle_loops)
 
     def _run(self, case: Case, show: int = -1) -> Run:
         windows = tuple(self._plan["loads"][case.load]["windows"])

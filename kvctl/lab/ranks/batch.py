@@ -50,11 +50,12 @@ class Batch:
         indices = {number: room.index for number, room in worker.content.rooms.items()}
         succeeded = {number: index for number, index in indices.items() if index not in self.failures}
         staging, find = agent.observe.staging(), agent.admin.worker.find
-        shown = [number for number, index in succeeded.items() if index == self.command.show]
+        prefill = worker.start.role == "prefill"
+        shown = [number for number, index in succeeded.items() if prefill and index == self.command.show]
         report = RunReport(
             rooms=self.rows,
             hidden=measure.hidden(find, succeeded),
-            waterfall=[part for number in shown for part in measure.shown_parts(find(number))],
+            groups=sum(measure.layer_groups(find(number), worker.start.shape["layers"]) for number in shown),
             failures=[[index, text] for index, text in self.failures.items()],
             held=held,
             counters=measure.growth(self._counters, measure.counters(agent.observe.metrics())),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from kvctl.lab.ranks.messages import Gpu, ShownPart
+from kvctl.lab.ranks.messages import Gpu
 from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.device.base import Device
@@ -19,7 +19,6 @@ from kvctl_agent.paths.peer_connection import PeerConnection
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 MAX_SAMPLED_ROOMS = 64
-MAX_SHOWN_PARTS = 512
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Counters = dict[str, dict[str, float]]
@@ -91,29 +90,18 @@ def hidden(find: Callable[[int], Sequence[FoldedRoom]], rooms: Mapping[int, int]
     return rows
 
 
-def shown_parts(records: Iterable[FoldedRoom]) -> list[ShownPart]:
-    """Returns the parts in the records of one room with their stage times, in the order in which they first appear."""
-    parts: dict[tuple[int | None, int | None, str | None, tuple[int, int]], ShownPart] = {}
+def layer_groups(records: Iterable[FoldedRoom], layers: int) -> int:
+    """Returns in how many layer groups a room was sent, the largest number of all chunks and peers; 0 if none is known.
+
+    Args:
+        records: the agent's records of the room.
+        layers: number of the model's layers; those of a draft model have higher numbers and are not counted.
+    """
+    groups: dict[tuple[int, str | None], set[tuple[int, int]]] = {}
     for event in (event for record in records for event in record.events):
-        if event.layers is None or event.stage not in STAGES:
-            continue
-        key = (event.writer, event.chunk, event.peer, event.layers)
-        part = parts.setdefault(
-            key,
-            ShownPart(
-                writer=event.writer,
-                peer=event.peer or "",
-                chunk=event.chunk,
-                layers=list(event.layers),
-                path="",
-                bytes=0,
-                moments={},
-            ),
-        )
-        part["moments"][event.stage] = event.at_ns
-        part["path"] = event.path or part["path"]
-        part["bytes"] = event.nbytes or part["bytes"]
-    return list(parts.values())[:MAX_SHOWN_PARTS]
+        if event.layers is not None and event.stage in STAGES and event.chunk is not None and event.layers[0] < layers:
+            groups.setdefault((event.chunk, event.peer), set()).add(event.layers)
+    return max(map(len, groups.values()), default=0)
 
 
 def cpu_ns() -> int:

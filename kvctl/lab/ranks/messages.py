@@ -213,7 +213,7 @@ class Run:
         timeout_s: time after which rooms that have not ended are aborted.
         layer_ms: simulated compute time of one layer for one chunk; a prefill rank computes one chunk at a time.
         decode_ms: simulated time of one decode step; the rooms of a decode rank are decoded together.
-        show: index of the room whose parts `RunReport.waterfall` lists; -1 for none.
+        show: index of the room whose layer groups are counted; -1 for none.
         busy: kind of the `BusyLoop` that the engine's thread runs between its calls; "": it waits.
     """
 
@@ -345,21 +345,6 @@ class FloorMeasured(TypedDict):
     gb_per_s: float | None
 
 
-class ShownPart(TypedDict):
-    """One part of a room in a waterfall, as recorded by one rank.
-
-    `moments` maps each stage that the part has passed to the time at which it ended.
-    """
-
-    writer: int | None
-    peer: str
-    chunk: int | None
-    layers: list[int]
-    path: str
-    bytes: int
-    moments: dict[str, int]
-
-
 class RunReport(TypedDict):
     """Answer to `Run`. Times are monotonic nanoseconds, comparable between the ranks of one machine.
 
@@ -371,7 +356,7 @@ class RunReport(TypedDict):
 
     rooms: list[list[int]]
     hidden: list[list[int]]  # prefill, bounded sample: [room index, ns of transfer before forward done, ns after]
-    waterfall: list[ShownPart]
+    groups: int  # prefill: layer groups in which room `Run.show` was sent; 0 if unknown
     failures: list[list[Any]]  # [index, text]
     held: list[int]  # indices of rooms whose pages may still be written to: no further run is possible
     counters: dict[str, dict[str, float]]  # metric name → label value ("" without labels) → growth during the run

@@ -1,11 +1,9 @@
-"""Reads and writes the state-machine inputs in a recording, by agent and in segments of inputs without a gap."""
+"""Reads the state-machine inputs in a recording, by agent and in segments of inputs without a gap."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import IO, Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -18,7 +16,7 @@ from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.checkpoint import Checkpoint, unpack
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
-from kvctl_agent.protocol.recording import UNWRITTEN, encode
+from kvctl_agent.protocol.recording import UNWRITTEN
 
 _EVENTS: dict[str, type[ev.Event]] = {event.__name__: event for event in ev.Event.__subclasses__()}
 _rows = msgspec.msgpack.Decoder(tuple[list[tuple[int, str]], list[tuple[int, str, msgspec.Raw, str]]])
@@ -185,27 +183,6 @@ def load(file: IO[bytes]) -> list[AgentRecording]:
             raise
         raise RecordingError(f"it is damaged: a frame lacks {error}") from None
     return sorted(agents.values(), key=lambda agent: (agent.name, agent.header["incarnation"]))
-
-
-def save(path: Path, header: InputHeader, start: Start, inputs: Sequence[Input]) -> None:
-    """Writes a recording of one agent with one segment of inputs, which begins in state `start`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    first = inputs[0].number if inputs else 0
-    rows = [(item.now_ns, type(item.event).__name__, item.event, item.outcome) for item in inputs]
-    paths = [(place, path) for place, item in enumerate(inputs) for path in item.paths]
-    blobs = [
-        ({"agent": 0, "number": 0, "kind": "checkpoint", "first": first, "count": 0}, start.checkpoint.pack()),
-        ({"agent": 0, "number": 1, "kind": "inputs", "first": first, "count": len(rows)}, encode((paths, rows))),
-    ]
-    with path.open("wb") as file:
-        file.write(form.file_header())
-        file.write(form.encode_frame(form.AGENT, {"agent": 0, "header": header, "dropped": 0}))
-        for about, data in blobs:
-            file.write(form.encode_frame(form.BLOB, about, zlib.compress(data)))
-        file.write(form.encode_frame(form.DONE, {"frames": 1 + len(blobs)}))
 
 
 def decode_inputs(first: int, data: bytes) -> Iterator[Input]:

@@ -1,8 +1,7 @@
-"""Implements `kvctl replay`: replays the agents of a recording, reports on each, and writes a test for a violation."""
+"""Implements `kvctl replay`: replays the agents of a recording, and reports on each."""
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,31 +14,12 @@ from typing import TypedDict
 from kvctl.client.recordings import opened
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.replay.invariants import INVARIANTS
 from kvctl.lab.replay.player import ReplayTimeout, play
-from kvctl.lab.replay.recordings import AgentRecording, InputSegment, load, save
-from kvctl.lab.replay.shrink import Shrunk, shrink
-from kvctl_agent.contract.recording import InputHeader
+from kvctl.lab.replay.recordings import AgentRecording, InputSegment, load
+from kvctl.lab.replay.shrink import shrink
 
 TIME_LIMIT_S = 3600.0
 """Time limit of a whole replay; without it, a machine that does not return from an input would hang the replay."""
-
-_TEST = '''"""{agent} (kvctl {version}) violated {invariant}: {text}.
-
-Written by `kvctl replay --write-test`; the inputs are in the .kvrec file beside it.
-"""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from kvctl.lab.replay import first_breach
-
-
-def test_{name}() -> None:
-    breach = first_breach(Path(__file__).with_suffix(".kvrec"))
-    assert breach is None, breach
-'''
 
 Progress = Callable[[str], None]
 
@@ -80,24 +60,20 @@ class AgentVerdict(TypedDict):
     notes: list[str]
     breach: BreachReport | None
     shrunk: ShrunkReport | None
-    test: str  # path of the written test; "" if none
 
 
-def replay(
-    path: Path, names: Sequence[str], shrink_s: float | None, test: Path | None, progress: Progress
-) -> list[AgentVerdict]:
+def replay(path: Path, names: Sequence[str], shrink_s: float | None, progress: Progress) -> list[AgentVerdict]:
     """Replays the named agents of a recording, or all agents if `names` is empty.
 
     Args:
         path: the recording, or a bundle with one.
         names: names of agents.
         shrink_s: time limit for shortening the inputs of a violation; None to leave them as they are.
-        test: path of the test to write for the first violation; None for no test.
         progress: called with a line of text every few thousand inputs.
 
     Raises:
-        CliError: the recording cannot be read, was made by another build (exit 6) or lacks an agent (exit 2); the test
-            cannot be written; the replay exceeded `TIME_LIMIT_S` (exit 4).
+        CliError: the recording cannot be read, was made by another build (exit 6) or lacks an agent (exit 2); the
+            replay exceeded `TIME_LIMIT_S` (exit 4).
     """
     latest = "reading the recording"
 
@@ -114,35 +90,29 @@ def replay(
                 if unknown := [name for name in names if name not in known]:
                     text = f"{path} has no agent {unknown[0]}; it has {', '.join(sorted(known))}"
                     raise CliError(text, ExitCode.USAGE)
-                return judge([agent for agent in agents if not names or agent.name in names], shrink_s, test, report)
+                return judge([agent for agent in agents if not names or agent.name in names], shrink_s, report)
         except ReplayTimeout as error:
             position = f", {error.position}" if error.position else ""
             text = f"{path}: the replay did not end within {TIME_LIMIT_S:.0f} s ({latest}{position}): choose an --agent"
             raise CliError(text, ExitCode.TIMEOUT) from None
         except OSError as error:
-            raise CliError(f"{error.filename or test}: {error.strerror}") from None
+            raise CliError(f"{path}: {error.strerror}") from None
 
 
-def judge(
-    agents: Sequence[AgentRecording], shrink_s: float | None, test: Path | None, progress: Progress
-) -> list[AgentVerdict]:
+def judge(agents: Sequence[AgentRecording], shrink_s: float | None, progress: Progress) -> list[AgentVerdict]:
     """Replays the agents and returns a verdict for each; the other arguments are those of `replay`.
 
     Raises:
         RecordingError: the recording is damaged, or was made by another build.
-        OSError: the test cannot be written.
     """
     verdicts: list[AgentVerdict] = []
     for agent in agents:
         agent.check_versions()
-        verdict = _replay_agent(agent, shrink_s, test, progress)
-        if verdict["test"]:
-            test = None
-        verdicts.append(verdict)
+        verdicts.append(_replay_agent(agent, shrink_s, progress))
     return verdicts
 
 
-def _replay_agent(agent: AgentRecording, shrink_s: float | None, test: Path | None, progress: Progress) -> AgentVerdict:
+def _replay_agent(agent: AgentRecording, shrink_s: float | None, progress: Progress) -> AgentVerdict:
     header = agent.header
     segments = agent.segments()
     total = sum(segment.count for segment in segments)
@@ -160,7 +130,6 @@ def _replay_agent(agent: AgentRecording, shrink_s: float | None, test: Path | No
         "notes": _notes(agent, segments),
         "breach": None,
         "shrunk": None,
-        "test": "",
     }
     offset_ns = header["clock_offset_ns"]
 
@@ -196,18 +165,15 @@ def _replay_agent(agent: AgentRecording, shrink_s: float | None, test: Path | No
             "room": None if breach.room is None else str(breach.room),
             "story": list(breach.story),
         }
-        shrunk = Shrunk(start, items[: played.inputs], breach, early=False, fresh=False)
         if shrink_s is not None:
             progress(f"{agent.name}: making the trace shorter")
-            shrunk = shrink(*shrunk[:3], shrink_s)
+            shrunk = shrink(start, items[: played.inputs], breach, shrink_s)
             verdict["shrunk"] = {
                 "inputs": len(shrunk.inputs),
                 "story": list(shrunk.breach.story),
                 "early": shrunk.early,
                 "fresh": shrunk.fresh,
             }
-        if test is not None:
-            verdict["test"] = str(write_test(test, header, shrunk))
         if number < len(segments):
             verdict["notes"].append("inputs after the breach were not run")
         break
@@ -227,22 +193,6 @@ def _notes(agent: AgentRecording, segments: Sequence[InputSegment]) -> list[str]
     elif header["missed"]:
         notes.append(f"{header['missed']} inputs were missed: too many rooms were open for a checkpoint")
     return notes
-
-
-def write_test(path: Path, header: InputHeader, shrunk: Shrunk) -> Path:
-    """Writes a test that fails as long as the machine violates the invariant, and its inputs beside it (.kvrec).
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    data = path.with_suffix(".kvrec")
-    save(data, header, shrunk.start, [item._replace(outcome="") for item in shrunk.inputs])
-    invariant = shrunk.breach.invariant
-    name = re.sub(r"\W+", "_", f"{header['name']}_{invariant}", flags=re.ASCII).strip("_").lower()
-    agent, version = (re.sub(r"[^\w.-]", "_", header[key], flags=re.ASCII) for key in ("name", "version"))
-    text = _TEST.format(agent=agent, version=version, invariant=invariant, text=INVARIANTS[invariant], name=name)
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 @contextmanager

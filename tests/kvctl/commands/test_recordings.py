@@ -164,7 +164,6 @@ VERDICT = {
     "notes": [],
     "breach": None,
     "shrunk": None,
-    "test": "",
 }
 BROKEN = {
     **VERDICT,
@@ -179,7 +178,6 @@ BROKEN = {
         "story": ["#70 -1.000 ms  SendRoom room=12", "    → StateChanged room=12 state=Bootstrapping"],
     },
     "shrunk": {"inputs": 3, "story": ["#77 +0.000 ms  decode-0 says Watermark"], "early": True, "fresh": True},
-    "test": "test_it.py",
 }
 
 
@@ -210,16 +208,16 @@ def test_a_clean_recording_exits_0(answer: Any, kvctl: Any, tmp_path: Path) -> N
     assert (outcome.code, outcome.err) == (0, "")
     assert "clean" in outcome.out
     assert "1,234" in outcome.out
-    agents, shrink_s, test, _ = asked[0]
-    assert ([agent.name for agent in agents], shrink_s, test) == (["decode-0"], None, None)
+    agents, shrink_s, _ = asked[0]
+    assert ([agent.name for agent in agents], shrink_s) == (["decode-0"], None)
 
 
 def test_a_breach_is_told_with_its_story_and_exits_1(answer: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "a.kvrec"
     answer([VERDICT, BROKEN])
-    outcome = kvctl("replay", str(path), "-o", "table", "--write-test", "test_it.py")
+    outcome = kvctl("replay", str(path), "-o", "table")
     assert outcome.code == 1
-    for told in ("prefill-0 broke transfer-gated at input 77", "3 inputs are enough", "time was up", "test_it.py"):
+    for told in ("prefill-0 broke transfer-gated at input 77", "3 inputs are enough", "time was up"):
         assert told in outcome.out
     assert "prefill-0: the recording begins at input 9" in outcome.err
     document = json.loads(kvctl("replay", str(path), "-o", "json").out)
@@ -231,7 +229,7 @@ def test_a_breach_is_told_with_its_story_and_exits_1(answer: Any, kvctl: Any, tm
     [
         (RecordingVersionError("so it is"), 6),
         (RecordingError("so it is"), 1),
-        (OSError(errno.ENOSPC, "so it is", "test_it.py"), 1),
+        (OSError(errno.EIO, "so it is"), 1),
     ],
 )
 def test_what_cannot_be_replayed_has_its_own_exit(
@@ -263,7 +261,7 @@ def test_a_replay_that_does_not_end_names_the_input_and_exits_4(
 ) -> None:
     answer([])
 
-    def endless(agents: Any, shrink_s: Any, test: Any, progress: Any) -> Any:
+    def endless(agents: Any, shrink_s: Any, progress: Any) -> Any:
         progress("decode-0: 0 of 7 inputs")
         machine = SimpleNamespace(handle=lambda event, now_ns: time.sleep(60))
         checker = SimpleNamespace(rooms_checked=0)

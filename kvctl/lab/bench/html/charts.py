@@ -178,8 +178,6 @@ def bar_chart(
     x: str,
     colours: Mapping[str, str],
     levels: Sequence[Level] = (),
-    span: tuple[float, float] | None = None,
-    pitch: float = 22,
 ) -> Markup:
     """Draws horizontal bars by group, on one scale unless the groups' lengths differ too much.
 
@@ -187,8 +185,6 @@ def bar_chart(
         x: Title of the x axis.
         colours: Name in the style sheet of the colour of each kind of piece; with several, a legend names them.
         levels: Limits, drawn as vertical lines.
-        span: Ends of the x axis; None for an axis from 0.
-        pitch: Height of a row.
     """
     pieces = [{"row": row, "group": bar.group, **asdict(piece)} for row, bar in enumerate(bars) for piece in bar.pieces]
     notes = [
@@ -208,7 +204,6 @@ def bar_chart(
         "domain": False,
     }
     y = {"field": "row", "type": "ordinal", "title": None, "scale": {"paddingInner": 0.25}, "axis": axis}
-    scale = {"scale": {"domain": list(span), "nice": False}} if span else {}
     colour = {
         "field": "kind",
         "scale": {"domain": list(colours), "range": [f"var(--{each})" for each in colours.values()]},
@@ -216,12 +211,12 @@ def bar_chart(
     }
     drawn = {"y": y, "x2": {"field": "end"}, "color": colour, "description": {"field": "tip"}}
     text = {"type": "text", "align": "left", "dx": 6, "aria": False}
-    noted = {"x": _quantity("end", x) | scale, "y": y, "text": {"field": "note"}}
+    noted = {"x": _quantity("end", x), "y": y, "text": {"field": "note"}}
     layers = [
         {
             "transform": [{"filter": "isValid(datum.kind)"}],
             "mark": "bar",
-            "encoding": {"x": _quantity("start", x) | scale, **drawn},
+            "encoding": {"x": _quantity("start", x), **drawn},
         },
         {"transform": [{"filter": "isValid(datum.note)"}], "mark": text, "encoding": noted},
     ]
@@ -237,7 +232,7 @@ def bar_chart(
             "params": [{"name": "labels", "value": [bar.label for bar in bars]}],
             "data": {"values": [*pieces, *notes]},
             "facet": {"row": {"field": "group", "sort": list(groups), "header": {"labelOrient": "top"}}},
-            "spec": {"width": _WIDTH - 260, "height": {"step": pitch}, "layer": layers},
+            "spec": {"width": _WIDTH - 260, "height": {"step": 22}, "layer": layers},
             "resolve": {"scale": {"y": "independent", "x": "independent" if apart else "shared"}},
         },
     )

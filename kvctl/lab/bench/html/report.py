@@ -19,8 +19,6 @@ from kvctl.lab.bench.html.sections import (
     stages,
     throughput,
 )
-from kvctl.lab.bench.html.sections import waterfalls as room_waterfalls
-from kvctl.lab.bench.timelines import RoomTimeline
 from kvctl.lab.bench.variants import pages_text
 from kvctl.lab.bench.views import BENCH, DIMENSIONS, contestants, distinguishing, rounds_text, shape_words
 from kvctl.render import units
@@ -31,12 +29,11 @@ _TEXT_KINDS = (Kind.TEXT, Kind.FLAG, Kind.LIST, Kind.MAP)
 _VERDICT_CLASSES = {"True": "good", "False": "bad", "PASS": "good", "FAIL": "bad"}
 
 
-def render(document: Mapping[str, Any], waterfalls: Sequence[RoomTimeline], command: str, started_at: str) -> str:
+def render(document: Mapping[str, Any], command: str, started_at: str) -> str:
     """Returns the report as an HTML page, to be written as UTF-8; sections without data are left out.
 
     Args:
         document: Result of `kvctl bench --save`.
-        waterfalls: A typical room of each path and pipeline setting.
         command: Command line that was run.
         started_at: Start time as text, such as `2026-11-20 12:49:42 UTC`.
     """
@@ -54,7 +51,6 @@ def render(document: Mapping[str, Any], waterfalls: Sequence[RoomTimeline], comm
         busy_engines(runs),
         *latencies(runs),
         exposed(runs),
-        room_waterfalls(waterfalls),
         stages(runs),
         _provenance(document, command),
     )
@@ -150,7 +146,7 @@ def _results(runs: Sequence[Run]) -> Markup:
 
 def _columns(runs: Sequence[Run]) -> list[Column]:
     """Returns the columns of the terminal's table without the fields in which no runs differ, and those it lacks."""
-    varied = ("path", *distinguishing(runs), *(["ratio"] if len({run.get("ratio") for run in runs}) > 1 else []))
+    varied = ("path", *distinguishing(runs))
     columns = [column for column in BENCH.columns if column.name in varied or column.name not in DIMENSIONS]
     known = {column.name for column in columns}
     return columns + [Column(name) for name in dict.fromkeys(varied) if name not in known]

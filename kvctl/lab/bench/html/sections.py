@@ -1,7 +1,7 @@
 """Sections of the report with charts, each made from the runs of a saved result; None without data for it.
 
-A series is the runs that differ only in their load: concurrency, prompt length, ratio of transfer to compute. Lines are
-drawn over each of them that was swept, bars by load if none was.
+A series is the runs that differ only in their load: concurrency and prompt length. Lines are drawn over each
+of them that was swept, bars by load if none was.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from typing import Any
 
 from kvctl.lab.bench.html.charts import Bar, Level, Piece, Point, bar_chart, figure, line_chart, section
 from kvctl.lab.bench.html.markup import Markup, lookup, milliseconds, number, significant, time_unit
-from kvctl.lab.bench.statistics import union
-from kvctl.lab.bench.timelines import PartTimeline, RoomTimeline
 from kvctl.lab.bench.views import contestants
-from kvctl.render import units
-from kvctl.render.bars import stage_intervals
-from kvctl_agent.contract.values import layer_range
 
 Run = Mapping[str, Any]
 """A row of the saved result."""
@@ -25,7 +20,6 @@ Run = Mapping[str, Any]
 _AXES = {
     "concurrency": ("concurrency", "concurrency {}"),
     "tokens": ("prompt tokens", "{} tokens"),
-    "ratio": ("transfer : compute", "transfer : compute {}"),
 }
 """Fields of a load that a bench can sweep: name of the axis, and form of a value."""
 
@@ -43,17 +37,11 @@ _TIMES = {
 _QUANTILES = {"p50": "c0", "p95": "c5", "p99": "hidden"}
 _STAGES = ("gate", "queue", "gather", "post", "wire", "arrive", "scatter")
 _MAX_ROWS = 4
-_MAX_LANES = 240
-_MAX_ROOMS = 6
-_MIN_PIECE = 0.001  # of the width, so that the shortest stages stay visible
-# Of the forward before the first part, at most this many times the length of the transfer is drawn; otherwise the parts
-# would be too narrow to see.
-_MAX_LEAD = 5.0
 
 
 def load_text(run: Run, without: str = "") -> str:
     """Formats the known values of a run's load, except one: `concurrency 4 · 1,024 tokens`."""
-    known = ((form, value) for name, (_, form) in _AXES.items() if name != without and (value := _at(run, name)))
+    known = ((form, value) for name, (_, form) in _AXES.items() if name != without and (value := lookup(run, name)))
     return " · ".join(form.format(significant(value) if value % 1 else f"{value:,.0f}") for form, value in known)
 
 
@@ -146,87 +134,7 @@ def busy_engines(runs: Sequence[Run]) -> Markup | None:
     return section("Beside a busy engine", lead, *drawn)
 
 
-def waterfalls(rooms: Sequence[RoomTimeline]) -> Markup | None:
-    """Returns the section with the stages of every part of up to `_MAX_ROOMS` rooms on a time axis.
-
-    0 is the end of the forward: transfer left of it is hidden by compute; transfer right of it delays the request.
-    """
-    moved = [room for room in rooms if any(part["moments"] for part in room["parts"])]
-    if not moved:
-        return None
-    lead = (
-        "One room of about median latency. Each lane is one part: a chunk of some layers from one writer to one "
-        "reader. Left of 0 parts ran beside the forward pass; right of it the request waited for them."
-    )
-    if len(moved) > _MAX_ROOMS:
-        lead += f" {_MAX_ROOMS} of {len(moved)} rooms."
-        kinds = {(room["path"], room["transport"], room["pipeline"]): room for room in moved}
-        moved = sorted(moved, key=lambda room: all(room is not each for each in kinds.values()))[:_MAX_ROOMS]
-    return section("Waterfall of a room", lead, *map(_room, moved))
-
-
-def _room(room: RoomTimeline) -> Markup:
-    known = sorted((part for part in room["parts"] if part["moments"]), key=_lane)
-    lanes, zero = known[:_MAX_LANES], room["forward_done_ns"]
-    intervals = [stage_intervals(part["moments"]) for part in lanes]
-    first = min(zero, *(at for part in lanes for at in part["moments"].values()))
-    end = max(zero + 1, room["success_ns"], *(each[2] for stages in intervals for each in stages))
-    start = max(room["forward_start_ns"], first - round(_MAX_LEAD * (end - first)))
-    start = min(start, first)
-    unit, factor = time_unit(max(end - zero, zero - start) / 1e6)
-    shortest = (end - start) * _MIN_PIECE
-
-    def piece(kind: str, begins: int, ends: float, tip: str) -> Piece:
-        begin, last = max(begins, start) - zero, max(ends, begins + shortest) - zero
-        return Piece(kind, begin / 1e6 * factor, last / 1e6 * factor, tip)
-
-    waited_ns = max(0, room["success_ns"] - zero)
-    forward, waited = (
-        f"forward {units.duration(zero - room['forward_start_ns'])}",
-        f"exposed {units.duration(waited_ns)}",
-    )
-    if room["forward_start_ns"] < start:
-        forward += ", starts earlier"
-    bars = [
-        Bar("forward pass", [piece("forward", room["forward_start_ns"], zero, forward)], forward),
-        Bar("request waits", [piece("exposed", zero, zero + waited_ns, waited)], waited),
-    ]
-    for part, stages in zip(lanes, intervals, strict=True):
-        name = _part_name(part)
-        about = f"{name} · writer {part['writer']} · {part['path']}"
-        pieces = [piece(each, a, b, f"{about}\n{each} {units.duration(b - a)}") for each, a, b in stages]
-        bars.append(Bar(name, pieces))
-    colours = {"forward": "forward", "exposed": "wait", **dict(zip(_STAGES, _STAGES, strict=True))}
-    span = ((start - zero) / 1e6 * factor, (end - zero) / 1e6 * factor)
-    pitch = 16 if len(lanes) <= 40 else 9 if len(lanes) <= 90 else 5
-    title = f"time since the end of the forward pass ({unit})"
-    chart = bar_chart(f"Waterfall of room {room['room']}", bars, title, colours, span=span, pitch=pitch)
-    spans = [(min(moments), min(zero, max(moments))) for part in known if (moments := part["moments"].values())]
-    hidden = union((begins, ends) for begins, ends in spans if begins < ends)
-    words = [f"room {room['room']}", room["path"], room["transport"], f"pipeline {room['pipeline']}"]
-    words.append(f"{units.duration(waited_ns)} exposed, {units.duration(hidden) if hidden else 'nothing'} hidden")
-    if len(known) > len(lanes):
-        words.append(f"{len(known) - len(lanes)} more parts not drawn")
-    return figure(room["title"], " · ".join(words), chart)
-
-
-def _lane(part: PartTimeline) -> tuple[object, ...]:
-    return part["agent"], part["peer"], part["writer"], part["chunk"], *part["layers"]
-
-
-def _part_name(part: PartTimeline) -> str:
-    lo, hi = part["layers"]
-    layers = f" L{layer_range(lo, hi)}" if hi > lo else ""
-    return f"{part['agent']} → {part['peer']} · c{part['chunk']}{layers}"
-
-
 # ---- runs in charts -------------------------------------------------------------------------------------------------
-
-
-def _at(run: Run, axis: str) -> float | None:
-    """Returns a run's value on an axis; ratios are rounded, because runs do not reach them more exactly."""
-    found = lookup(run, axis)
-    return float(f"{found:.2g}") if found is not None and axis == "ratio" else found
 
 
 def _values(
@@ -245,16 +153,13 @@ def _values(
     """
     known = [run for run in runs if lookup(run, *figures[0])]
     labels = contestants(known)
-    # Of cases without compute, which a preset measures again and again, the last one is shown.
-    known = list({(label, load_text(run)): run for label, run in zip(labels, known, strict=True)}.values())
-    labels = contestants(known)
     drawn = []
     for axis, (over, _) in _AXES.items():
         groups: dict[str, list[tuple[str, Run]]] = {}
         for label, run in zip(labels, known, strict=True):
-            if _at(run, axis):
+            if lookup(run, axis):
                 groups.setdefault(load_text(run, axis), []).append((label, run))
-        swept = [name for name, group in groups.items() if len({_at(run, axis) for _, run in group}) > 1]
+        swept = [name for name, group in groups.items() if len({lookup(run, axis) for _, run in group}) > 1]
         rows = swept[:: -(-len(swept) // _MAX_ROWS) or 1]
         points = [
             Point(
@@ -266,9 +171,9 @@ def _values(
                 column,
             )
             for row in rows
-            for label, run in sorted(groups[row], key=lambda each: _at(each[1], axis) or 0.0)
+            for label, run in sorted(groups[row], key=lambda each: lookup(each[1], axis) or 0.0)
             for keys in figures
-            if (at := _at(run, axis)) and (value := lookup(run, *keys))
+            if (at := lookup(run, axis)) and (value := lookup(run, *keys))
             for column in [keys[-1] if len(figures) > 1 else ""]
         ]
         if points:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvctl.lab.bench.html.report import render as html
-from kvctl.lab.bench.program import Case, SideBySide
+from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.results import Measured, Outcome, Results
 from kvctl.lab.bench.traffic import Prompt, Source, Traffic
 from kvctl.lab.bench.trials import Trial
@@ -84,24 +84,22 @@ def trial(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None
         "held": [],
         "counters": {},
         "stages": {},
-        "waterfall": [],
+        "groups": 0,
         "hidden": [],
         "ring_high_water_bytes": 0,
         "cpu_ns": 0,
         "peak_rss_bytes": 0,
     }
-    part = {"writer": 0, "peer": "decode-0", "chunk": 0, "path": "staged", "bytes": 1, "moments": {"ready": 11 * MS}}
-    groups = [[0, 8]] if case.pipeline == "off" else [[0, 4], [4, 8]]
     prefill = {
         "rooms": [[0, 10 * MS, 30 * MS, 0, 20 * MS]],
         "hidden": hidden or [],
-        "waterfall": [{**part, "layers": layers} for layers in groups],
+        "groups": 1 if case.pipeline == "off" else 2,
         "counters": {"kvctl_pipeline_decisions_total": {"formula": 1.0}},
     }
     decode = {"rooms": [[0, 0, success, success, success + 8 * MS]]}
     reports: Any = {"prefill-0": {**report, **prefill}, "decode-0": {**report, **decode}}
     room = Room(index=0, number=9, tokens=64, prefix_tokens=0, decode_dp=0, output_tokens=5)
-    return Trial(case, 0, 0, (room,), reports, {}, shown=0)
+    return Trial(case, 0, 0, (room,), reports)
 
 
 def measured(*trials: Trial, label: str = "", transport: str = "nixl", fleet: str = "", **planned: Any) -> Measured:
@@ -115,7 +113,7 @@ def measured(*trials: Trial, label: str = "", transport: str = "nixl", fleet: st
     for each in trials:
         results.add(each)
     request = PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0, transport=transport)
-    return Measured(Variant(label, request, fleet), SideBySide(0.0, 1), results)
+    return Measured(Variant(label, request, fleet), results)
 
 
 def outcome(*fleets: Measured, **more: Any) -> Outcome:
@@ -270,7 +268,7 @@ class TestBusyEngine:
 
     def page(self, *trials: Trial) -> str:
         found = outcome(measured(*trials))
-        return html(found.document(), found.waterfalls(), "kvctl bench", "now")
+        return html(found.document(), "kvctl bench", "now")
 
     def test_is_compared_with_the_idle_loop(self) -> None:
         (row,) = outcome(measured(self.busy())).rows()

@@ -59,21 +59,12 @@ def test_all_prompts_come_at_once_four_times(name: str):
     assert preset.options["repeat"] == 4
 
 
-def test_the_pipeline_sweep_has_ratios_and_prompt_lengths():
+def test_the_pipeline_sweep_has_prompt_lengths_with_one_room_at_a_time():
     preset = PRESETS["pipeline-sweep"]
-    options = {**DEFAULTS, **preset.options}
-    alone, crowded = ((part.loads(options), part.program(options)) for part in preset.parts)
-    assert [(load.concurrency, load.tokens.values) for load in alone[0]] == [(1, (8192,))]
-    assert [ratio for _, ratio in alone[1].points] == [0.25, 0.5, 1.0, 2.0, 4.0]
-    points = [crowded[0][load] for load, _ in crowded[1].points]
-    assert {load.concurrency for load in points} == {32}
-    assert [load.tokens.values[0] for load in points] == [256, 512, 1024, 2048, 4096, 8192, 16384]
-
-
-def test_a_pipeline_sweep_can_have_one_length():
-    options = {**DEFAULTS, **PRESETS["pipeline-sweep"].options, "sweep": (), "tokens": Tokens(values=(512,))}
-    loads = [[load.concurrency for load in part.loads(options)] for part in PRESETS["pipeline-sweep"].parts]
-    assert loads == [[1], [1, 32]]
+    loads = preset.parts[0].loads({**DEFAULTS, **preset.options})
+    assert [load.tokens.values[0] for load in loads] == [256, 512, 1024, 2048, 4096, 8192, 16384]
+    assert {load.concurrency for load in loads} == {1}
+    assert preset.options["layer_ms"] > 0
 
 
 def test_each_change_is_that_of_its_own_figure():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvctl.lab.bench.baseline import FAIL, UNDECIDED, compare, lines, load_baseline
-from kvctl.lab.bench.program import Case, SideBySide
+from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.results import Measured, Outcome, Results
 from kvctl.lab.bench.room_timing import rate, time_rooms
 from kvctl.lab.bench.rows import with_delta
@@ -81,7 +81,7 @@ def report(rooms: list[list[int]], failures: list[list[Any]] | None = None, **ch
     whole: dict[str, Any] = {
         "rooms": rooms,
         "hidden": [],
-        "waterfall": [],
+        "groups": 0,
         "failures": failures or [],
         "held": [],
         "counters": {},
@@ -141,7 +141,7 @@ def trial(
     reports.update(changes.pop("reports", {}))
     clean = VerifyReport(rooms=1, bytes=1, mismatches=[], bad_rooms=[])
     verdicts = {"decode-0": clean, "decode-1": clean, **changes.pop("verdicts", {})}
-    return Trial(Case(0, chosen), batch, repeat, (room(first), room(second)), reports, verdicts, shown=first)
+    return Trial(Case(0, chosen), batch, repeat, (room(first), room(second)), reports, verdicts)
 
 
 def results(*trials: Trial, verify: str = "full", paths: tuple[str, ...] = ("slice", "staged")) -> Results:
@@ -163,7 +163,7 @@ def outcome(*several: Results, **changes: Any) -> Outcome:
             transport=("nixl", "mooncake")[number],
         )
         label = request.transport if len(several) > 1 else ""
-        collected.measured.append(Measured(Variant(label, request), SideBySide(0.0, 1), each))
+        collected.measured.append(Measured(Variant(label, request), each))
     return collected
 
 

@@ -60,7 +60,7 @@ def test_another_line_is_refused_with_the_reason(text: bytes, why: str):
 
 def test_wrong_lines_are_skipped_and_named_by_number(file: Path):
     file.write_bytes(b"\n".join([line(), b"", b"nonsense", line(timestamp=1), line(input_length=0)]))
-    found = read(file, most=9, strict=False)
+    found = read(file, most=9)
     assert [request.arrival_ms for request in found.requests] == [1.0, 2000.0]  # by time
     assert list(found.skipped) == [3, 5]
     assert found.notes[0].startswith("requests.jsonl line 3 is skipped: invalid JSON")
@@ -69,25 +69,19 @@ def test_wrong_lines_are_skipped_and_named_by_number(file: Path):
 
 def test_of_many_wrong_lines_the_first_are_named_and_the_rest_counted(file: Path):
     file.write_bytes(b"no\n" * 10 + line())
-    notes = read(file, most=9, strict=False).notes
+    notes = read(file, most=9).notes
     assert len(notes) == 4
-    assert notes[-1] == "requests.jsonl: 7 more lines are skipped; --strict stops at the first"
-
-
-def test_strict_reading_ends_at_the_first_wrong_line(file: Path):
-    file.write_bytes(line() + b"\n{}\n" + line())
-    with pytest.raises(TraceError, match=r"requests\.jsonl line 2: input_length is missing.*without --strict"):
-        read(file, most=9, strict=True)
+    assert notes[-1] == "requests.jsonl: 7 more lines are skipped"
 
 
 def test_no_more_is_read_than_asked_for(file: Path):
     file.write_bytes(line() + b"\n" + line(timestamp=9) + b"\nnonsense")
-    assert len(read(file, most=2, strict=True).requests) == 2
+    assert len(read(file, most=2).requests) == 2
 
 
 def test_a_line_without_end_is_not_read_to_its_end():
     with pytest.raises(TraceError, match=f"/dev/zero line 1 has more than {MAX_LINE_BYTES} bytes"):
-        read(Path("/dev/zero"), most=1, strict=False)
+        read(Path("/dev/zero"), most=1)
 
 
 @pytest.mark.parametrize(
@@ -98,17 +92,17 @@ def test_a_file_without_requests_is_refused(file: Path, content: bytes | None, w
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(TraceError, match=why):
-        read(file, most=9, strict=False)
+        read(file, most=9)
 
 
 def test_a_directory_is_no_trace(tmp_path: Path):
     with pytest.raises(TraceError, match="cannot be read"):
-        read(tmp_path, most=1, strict=False)
+        read(tmp_path, most=1)
 
 
 def test_lengths_and_arrivals_are_scaled_together_with_the_blocks(file: Path):
     file.write_bytes(line() + b"\n" + line(timestamp=3000, input_length=1, output_length=0, hash_ids=[]))
-    traffic = scaled(read(file, 9, strict=True), Fraction("0.05"), speedup=4)
+    traffic = scaled(read(file, 9), Fraction("0.05"), speedup=4)
     assert traffic.block_tokens == Fraction("25.6")
     assert [(each.tokens, each.arrival_ms) for each in traffic.prompts] == [(65, 0.0), (1, 250.0)]
     assert traffic.prompts[0].blocks == (0, 4, 5)
@@ -116,7 +110,7 @@ def test_lengths_and_arrivals_are_scaled_together_with_the_blocks(file: Path):
 
 def test_an_infinite_speedup_leaves_no_arrivals(file: Path):
     file.write_bytes(line())
-    traffic = scaled(read(file, 9, strict=True), Fraction(1), math.inf)
+    traffic = scaled(read(file, 9), Fraction(1), math.inf)
     assert traffic.prompts[0].arrival_ms is None
 
 

@@ -150,19 +150,19 @@ def test_inputs_of_another_build_are_refused_with_its_version() -> None:
     agent.pieces[0] = agent.pieces[0]._replace(body=zlib.compress(msgspec.msgpack.encode([3, {}])))
     agent.pieces.append(Piece(1, "inputs", 0, 1, zlib.compress(encode(([], [(1, "Tick", ev.Tick(), "")])))))
     with pytest.raises(RecordingVersionError) as caught:
-        judge([agent], None, None, lambda _: None)
+        judge([agent], None, lambda _: None)
     assert str(caught.value) == (
         "decode-0 was recorded by another build, kvctl 0.0.9: its checkpoints have version 3, not 4: "
         "replay it with the build that recorded it"
     )
     agent.header["plan_version"] += 1
     with pytest.raises(RecordingVersionError, match=r"kvctl 0\.0\.9: its plan has version"):
-        judge([agent], None, None, lambda _: None)
+        judge([agent], None, lambda _: None)
 
 
 def test_what_is_missing_is_told_with_its_own_reason() -> None:
     for fault, told in (("TypeError: no such class", "with a fault, 5 inputs"), ("", "5 inputs were missed: too many")):
         agent = AgentRecording(header("decode-0", missed=5, fault=fault), 0)
-        (verdict,) = judge([agent], None, None, lambda _: None)
+        (verdict,) = judge([agent], None, lambda _: None)
         assert [note for note in verdict["notes"] if told in note]
         assert len(verdict["notes"]) == 2, "the other one: nothing was recorded"

@@ -14,11 +14,8 @@ from typing import Any
 import pytest
 import vl_convert
 
-from kvctl.lab.bench.timelines import PartTimeline, RoomTimeline
-
 _SAVED = json.loads((Path(__file__).parent / "saved.json").read_text())
 _PAIR = r"(-?[\d.e-]+),(-?[\d.e-]+)"
-MS = 1_000_000
 
 
 class Drawing:
@@ -108,38 +105,3 @@ def drawings() -> Callable[[str], list[Drawing]]:
         return [Drawing(svg) for svg in root.iter("svg") if svg.get("role") == "img"]
 
     return find
-
-
-@pytest.fixture
-def part() -> Callable[..., PartTimeline]:
-    """Makes a staged part whose every stage takes a millisecond."""
-
-    def make(layers: tuple[int, int], ready_ns: int, **changes: Any) -> PartTimeline:
-        stages = ("ready", "gate", "queue", "gather", "post", "wire", "arrive", "scatter")
-        moments = {stage: ready_ns + number * MS for number, stage in enumerate(stages)}
-        life = {"agent": "prefill-0", "peer": "decode-0", "writer": 0, "chunk": 0, "path": "staged"}
-        return {**life, "layers": layers, "moments": moments, **changes}  # type: ignore[typeddict-item,return-value]
-
-    return make
-
-
-@pytest.fixture
-def room(part: Callable[..., PartTimeline]) -> Callable[..., RoomTimeline]:
-    """Makes a room with a forward pass of 20 ms; decode may start 7 ms after it."""
-
-    def make(*parts: PartTimeline, **changes: Any) -> RoomTimeline:
-        second = 1_000 * MS
-        life: dict[str, Any] = {
-            "title": "staged, pipelined",
-            "room": "42",
-            "path": "staged",
-            "transport": "nixl",
-            "pipeline": "on",
-            "forward_start_ns": second,
-            "forward_done_ns": second + 20 * MS,
-            "success_ns": second + 27 * MS,
-            "parts": parts or (part((0, 16), second + 10 * MS), part((16, 32), second + 20 * MS)),
-        }
-        return {**life, **changes}  # type: ignore[typeddict-item,return-value]
-
-    return make

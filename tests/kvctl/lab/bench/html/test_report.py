@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvctl.lab.bench.html import report
 
-Make = Callable[..., Any]
 EVIL = "<script>alert('x')</script>\"&\x1b[31m\u202e\ud800"
 
 
 def render(data: dict[str, Any]) -> str:
-    rest = {"waterfalls": (), "command": "kvctl bench", "started_at": "", **data}
+    rest = {"command": "kvctl bench", "started_at": "", **data}
     return report.render(**rest)
 
 
 @pytest.fixture
-def whole(document: dict[str, Any], room: Make) -> dict[str, Any]:
+def whole(document: dict[str, Any]) -> dict[str, Any]:
     """Everything that a report can show."""
     for run in document["runs"]:
         run["hidden_ms"] = {"mean": 3.0}
@@ -29,7 +27,6 @@ def whole(document: dict[str, Any], room: Make) -> dict[str, Any]:
         "document": document,
         "command": "kvctl bench --sweep concurrency=1,2,4",
         "started_at": "2026-11-20 12:52 UTC",
-        "waterfalls": [room()],
     }
 
 
@@ -79,7 +76,6 @@ class TestPage:
             "Latency",
             "Time to first token",
             "Exposed and hidden transfer",
-            "Waterfall of a room",
             "Where a part's time goes",
             "How it was measured",
         ]
@@ -172,9 +168,7 @@ class TestTable:
 
 
 class TestUntrusted:
-    def test_nothing_that_agents_or_users_say_becomes_markup(
-        self, whole: dict[str, Any], part: Make, room: Make
-    ) -> None:
+    def test_nothing_that_agents_or_users_say_becomes_markup(self, whole: dict[str, Any]) -> None:
         document = dict(whole["document"])
         document["shape"] = {**document["shape"], "model": EVIL, "dtype": EVIL}
         document |= {"preset": EVIL, "traffic": {EVIL: {EVIL: EVIL}}, "env": {EVIL: EVIL, "lanes": [EVIL]}}
@@ -186,7 +180,6 @@ class TestUntrusted:
             "document": document,
             "command": EVIL,
             "started_at": EVIL,
-            "waterfalls": [room(part((0, 8), 0, agent=EVIL, peer=EVIL, path=EVIL), title=EVIL, room=EVIL, path=EVIL)],
         })  # fmt: skip
         assert "<script" not in page
         assert all(each.isprintable() or each in "\n\t" for each in page)
@@ -197,10 +190,6 @@ class TestUntrusted:
 
 @pytest.mark.usefixtures("charts_left_out")
 class TestAbsence:
-    def test_a_section_without_data_is_not_there(self, whole: dict[str, Any]) -> None:
-        assert "Waterfall of a room" in headings(render(whole))
-        assert "Waterfall of a room" not in headings(render({**whole, "waterfalls": ()}))
-
     def test_a_run_in_which_everything_failed_is_in_the_table_only(self, document: dict[str, Any]) -> None:
         nothing = dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"))
         lost = {

@@ -15,12 +15,9 @@ from kvctl.lab.bench.html.sections import (
     rooflines,
     stages,
     throughput,
-    waterfalls,
 )
 
-MS = 1_000_000
 Drawings = Callable[[str], list[Any]]
-Make = Callable[..., Any]
 
 
 class TestThroughput:
@@ -130,47 +127,3 @@ class TestTimes:
         runs = [{**run, **timed, "served_rooms_per_s": 6.5} for run in document["runs"][:2]]
         rooms, slower, stalls = drawings(busy_engines(runs) or "")
         assert (rooms.texts()[-1], slower.texts()[-1], stalls.texts()[-1]) == ("asked 7 rooms/s", "25", "3")
-
-
-class TestWaterfall:
-    def test_hidden_and_exposed_lie_on_either_side_of_the_end_of_the_forward(
-        self, room: Make, drawings: Drawings
-    ) -> None:
-        section = waterfalls([room()]) or ""
-        assert "7 ms exposed, 7 ms hidden" in section
-        forward, waits, *parts = drawings(section)[0].bars()
-        assert (forward[0], waits[0]) == ("forward 20 ms", "exposed 7 ms")
-        zero = forward[1] + forward[2]
-        assert waits[1] == pytest.approx(zero)
-        assert all(start + width <= zero + 0.01 for _, start, width, _ in parts[:7])
-        assert all(start >= zero - 0.01 for _, start, *_ in parts[7:])
-        assert [width / waits[2] for _, _, width, _ in parts] == pytest.approx([1 / 7] * 14, rel=0.01)
-        names = ["gate", "queue", "gather", "post", "wire", "arrive", "scatter"]
-        assert [colour for *_, colour in parts[:7]] == [f"var(--{name})" for name in names]
-        assert parts[0][0] == "prefill-0 → decode-0 · c0 L0-15 · writer 0 · staged\ngate 1 ms"
-
-    def test_lanes_go_by_writer_and_layers(self, room: Make, part: Make, drawings: Drawings) -> None:
-        start = 1_005 * MS
-        parts = [part((16, 32), start, agent="p1"), part((3, 4), start, agent="p0"), part((0, 0), start, agent="p0")]
-        names = drawings(waterfalls([room(*parts)]) or "")[0].ticks("Y")
-        assert names[2:] == ["p0 → decode-0 · c0", "p0 → decode-0 · c0 L3", "p1 → decode-0 · c0 L16-31"]
-
-    def test_too_many_lanes_are_counted(self, room: Make, part: Make, drawings: Drawings) -> None:
-        section = waterfalls([room(*(part((layer, layer + 1), 1_000 * MS + layer) for layer in range(300)))]) or ""
-        assert len(drawings(section)[0].bars()) == 2 + 240 * 7
-        assert "60 more parts not drawn" in section
-
-    def test_a_long_forward_pass_is_cut_off_and_says_so(self, room: Make, drawings: Drawings) -> None:
-        chart = drawings(waterfalls([room(forward_start_ns=-60_000 * MS)]) or "")[0]
-        assert chart.texts() == ["forward 1m01s, starts earlier", "exposed 7 ms"]
-        assert min(bar[2] for bar in chart.bars()) > 3
-
-    def test_of_many_rooms_every_way_of_sending_is_shown(self, room: Make) -> None:
-        many = [room(title=f"{how} {load}", pipeline=how) for load in range(8) for how in ("off", "on")]
-        section = waterfalls([*many, room(title="sliced", path="slice")]) or ""
-        assert "6 of 17 rooms" in section
-        assert all(f"<strong>{shown}</strong>" in section for shown in ("off 7", "on 7", "sliced"))
-
-    def test_rooms_without_parts_are_not_drawn(self, room: Make, part: Make) -> None:
-        assert waterfalls([]) is None
-        assert waterfalls([room(part((0, 8), 0, moments={}))]) is None
