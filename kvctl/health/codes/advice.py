@@ -14,6 +14,7 @@ from kvctl.health.snapshot import Snapshot
 _ADVICE: Mapping[tuple[str, str], Mapping[str, Callable[[Finding], str]]] = {
     ("sglang", "observe"): sglang.ADVICE,
     ("vllm", "connector"): vllm.ADVICE,
+    ("vllm", "observe"): vllm.OBSERVED,
 }
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvctl.client.metrics.names import Engine, Moved, Signal, Use, exported, moved, total, totals
 from kvctl.health.answers import inner, text
+from kvctl.health.codes.leases import RECOMPUTED, recomputed_prompts
 from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration, size, three_digits
@@ -145,11 +146,15 @@ def requests_failed(snapshot: Snapshot) -> Iterator[Finding]:
     sees="time to first token rises: prompts are computed where their KV should have come from elsewhere",
     means="An engine that exports its metrics dropped the KV of requests and computed it again since the previous "
     "reading: preempted or retracted for want of memory, retried, or moved to another worker. Or a decode server of "
-    "vLLM, which gets KV from elsewhere, computed more than a quarter of its prompt tokens itself.",
+    "vLLM, which gets KV from elsewhere, computed more than a quarter of its prompt tokens itself. Or one that kvctl "
+    "observes could not load the KV of prompts and computes them, as its kv_load_failure_policy is recompute, or gets "
+    "them without the kv_transfer_params of prefill's answer, while prefill holds blocks that nobody reads.",
     remedy="Give decode more KV memory, or let the router send it fewer requests at once; where KV does not arrive, "
-    "the log of the server names the failed loads (kvctl logs).",
+    "the log of the server names the failed loads (kvctl logs), and kvctl rooms failed those that it observes.",
+    alert=f'sum by (instance) (increase({RECOMPUTED}{{reason="load-failed"}}[10m])) > 0',
 )
 def recomputed(snapshot: Snapshot) -> Iterator[Finding]:
+    yield from recomputed_prompts(snapshot, recomputed)
     yield from counted_by_engines(snapshot, recomputed, Use.RECOMPUTED, "computed again", "give it more KV memory")
     for agent, engine in _servers(snapshot):
         before = snapshot.earlier(agent.name)

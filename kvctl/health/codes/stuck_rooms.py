@@ -21,6 +21,7 @@ from kvctl.health.codes.facts import (
     slow_writers,
     unopened_rooms,
 )
+from kvctl.health.codes.leases import leases
 from kvctl.health.codes.staging import pinned_agents, unanswered_requests
 from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed, named_in
 from kvctl.health.snapshot import Agent, Snapshot
@@ -454,6 +455,8 @@ def _never_opened(snapshot: Snapshot) -> Iterator[Finding]:
     late: dict[str, float] = {}
     agents: dict[str, None] = {}
     for agent, row in unopened_rooms(snapshot, refused=False):
+        if leases(agent):
+            continue  # decode asks for what is computed: KV_BLOCKS_UNREAD
         age_ns = amount(row, "state_age_ns")
         room = text(row, "room")
         known = room in opened or given_up_ns.get(room, age_ns) < age_ns

@@ -1,4 +1,4 @@
-"""Advice for ranks of vLLM with kvctl's connector: the options of vLLM and the parameters of its proxy in question."""
+"""Advice for ranks of vLLM: the options of vLLM and the parameters of its proxy in question."""
 
 from __future__ import annotations
 
@@ -56,3 +56,20 @@ ADVICE: Mapping[str, Callable[[Finding], str]] = {
         "decode needs do_remote_prefill, transfer_id and kvctl_prefill in kv_transfer_params, prefill do_remote_decode"
     ),
 }
+
+_PROXY = "end the request at the proxy, or restart the decode server"
+
+OBSERVED: Mapping[str, Callable[[Finding], str]] = {
+    "KV_HOLD_EXPIRED": lambda finding: (
+        f"`kvctl rooms show {finding.evidence['latest_room']}` shows whether decode knew it; the proxy must send it "
+        "there with the kv_transfer_params of prefill's answer before kv_lease_duration is over"
+    ),
+    "KV_PEER_LOST": lambda finding: (
+        f"`kvctl agents` shows whether {finding.subject} runs; start its server again: decode servers connect to it "
+        "with the next request"
+    ),
+    "KV_ROOM_STUCK_BOOTSTRAP": lambda finding: f"`kvctl peers` shows the handshakes; {_PROXY}",
+    "KV_ROOM_STUCK_WAITING": lambda finding: f"`kvctl peers` shows who is heard; {_PROXY}",
+    "KV_ROOM_STUCK_TRANSFER": lambda finding: f"`kvctl peers` shows who is heard; {_PROXY}",
+}
+"""For ranks of vLLM's own connectors, which kvctl only observes: commands that act on an agent have no effect there."""

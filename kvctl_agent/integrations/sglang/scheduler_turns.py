@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvctl_agent.integrations.sglang.observe.hooks import before
+from kvctl_agent.integrations.observe.hooks import before
 
 _notes: list[Callable[[], None]] = []
 

@@ -14,30 +14,26 @@ from functools import partial
 from typing import Any
 
 from kvctl_agent.contract.snapshots import Bootstrap, GatedPart, PeerRow, RegisteredRank, RingAllocation, StagingBuffers
+from kvctl_agent.integrations.observe.documents import peer_row, unpredicted, with_rows
 from kvctl_agent.integrations.sglang.observe.manager_state import engine_of
 from kvctl_agent.integrations.sglang.observe.tracker import Tracker
-from kvctl_agent.observer.documents import Builder, Diagnosis, PeerCost
+from kvctl_agent.observer.documents import Builder, Diagnosis
 from kvctl_agent.telemetry.region import Document
 
 
 def builders(manager: Any, tracker: Tracker) -> dict[Document, Builder]:
     """Returns the builder of each document of one of SGLang's CommonKVManagers that changes."""
-    rows = {
+    rows: dict[Document, Any] = {
         Document.ROOMS: partial(_rooms, tracker),
         Document.BOOTSTRAP: partial(_bootstrap, manager, tracker),
         Document.PEERS: partial(_peers, manager, tracker),
-        Document.COSTS: partial(_costs, manager, tracker),
+        Document.COSTS: lambda: unpredicted("SGLang", _peers(manager, tracker)),
     }
     return {
         Document.STATE: partial(_state, manager, tracker),
         Document.STAGING: partial(_staging, manager, tracker),
-        **{document: partial(_with_rows, build) for document, build in rows.items()},
+        **{document: partial(with_rows, build) for document, build in rows.items()},
     }
-
-
-def _with_rows(build: Any) -> Iterator[Mapping[str, Any]]:
-    yield {}
-    yield from build()
 
 
 def _state(manager: Any, tracker: Tracker) -> Iterator[Mapping[str, Any]]:
@@ -223,54 +219,17 @@ def _known_peers(manager: Any, tracker: Tracker) -> Iterator[tuple[str, Any, str
 
 def _peers(manager: Any, tracker: Tracker) -> Iterator[PeerRow]:
     """Yields a row for each peer; the observer fills in the rooms."""
-    make = partial(_peer, tracker, engine_of(manager))
+    make = partial(peer_row, tracker.name, tracker.shape.role, engine_of(manager))
     if tracker.shape.role == "decode":
         now_ns = time.monotonic_ns()
         for endpoint, peer, state in _known_peers(manager, tracker):
             error = f"its server's bootstrap address {peer.server} does not answer" if state == "lost" else None
-            yield make(peer.name, endpoint, state, max(0, now_ns - peer.answered_ns), error)
+            yield make(peer.name, f"tcp://{endpoint}", state, max(0, now_ns - peer.answered_ns), error)
         return
     watermarks = getattr(manager._staging_ctx, "remote_watermarks", {})
     for session, info, state in _known_peers(manager, tracker):
         error = "a transfer to it failed, and SGLang sends it nothing any more" if state == "lost" else None
         endpoint = _endpoint(info)
-        row = make(tracker.name_of(endpoint), endpoint, state, None, error)
+        row = make(tracker.name_of(endpoint), f"tcp://{endpoint}", state, None, error)
         row["watermark_seen"] = list(watermarks[session]) if session in watermarks else None
         yield row
-
-
-def _peer(
-    tracker: Tracker, engine: str, name: str, endpoint: str, state: str, heard_ns: int | None, error: str | None
-) -> PeerRow:
-    unknown: PeerRow = dict.fromkeys(PeerRow.__annotations__)  # type: ignore[assignment]
-    return {
-        **unknown,
-        "agent": tracker.name,
-        "peer": name,
-        "role": "decode" if tracker.shape.role == "prefill" else "prefill",
-        "state": state,
-        "endpoint": f"tcp://{endpoint}",
-        "last_heard_ns": heard_ns,
-        "lane": engine,
-        "needed": True,
-        "former": [],
-        "rooms": 0,
-        "last_error": error,
-        "differences": [],
-    }
-
-
-def _costs(manager: Any, tracker: Tracker) -> Iterator[PeerCost]:
-    """Yields rows without predictions: SGLang does not tell when a forward ended."""
-    for row in _peers(manager, tracker):
-        yield {
-            "peer": row["peer"],
-            "incarnation": None,
-            "rank": None,
-            "state": row["state"],
-            "reason": "observe mode: SGLang owns the transfers",
-            "page_tokens": 0,
-            "page_bytes": None,
-            "own_page_bytes": 0,
-            "calibrated": None,
-        }

@@ -1,23 +1,19 @@
 """Hooks on SGLang's managers, senders, receivers and staging classes, which add events to an `EventQueue`.
 
-A hook runs on SGLang's thread before or after the hooked method and changes neither its arguments nor its result. It
-waits for nothing. One that fails is removed, with one line in the log; SGLang does not notice.
+They run on SGLang's threads (`integrations.observe.hooks`).
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from time import monotonic_ns as now_ns
 from typing import Any
 
+from kvctl_agent.integrations.observe.hooks import after, before
 from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker, Writer
 from kvctl_agent.integrations.sglang.rank_names import prefill_name
-
-logger = logging.getLogger("kvctl")
 
 EVENTS = "_kvctl_events"
 """Attribute of a manager that has its `EventQueue`."""
@@ -46,55 +42,6 @@ class _Worker(threading.local):
 
 
 _worker = _Worker()
-
-
-def before(target: type, method: str, hook: Callable[..., None]) -> None:
-    """Makes `target.method` call `hook` with the same arguments before it runs. A class without the method stays."""
-    original = getattr(target, method, None)
-    if original is None:
-        return
-    run: Callable[..., None] | None = hook
-
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal run
-        if run is not None:
-            try:
-                run(*args, **kwargs)
-            except Exception as error:
-                run = None
-                _log_removed(target, method, error)
-        return original(*args, **kwargs)
-
-    setattr(target, method, hooked)
-
-
-def after(target: type, method: str, hook: Callable[..., None]) -> None:
-    """Makes `target.method` call `hook(start in ns, result, *arguments)` after it has returned; as `before`."""
-    original = getattr(target, method, None)
-    if original is None:
-        return
-    run: Callable[..., None] | None = hook
-
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal run
-        start_ns = now_ns()
-        result = original(*args, **kwargs)
-        if run is not None:
-            try:
-                run(start_ns, result, *args, **kwargs)
-            except Exception as error:
-                run = None
-                _log_removed(target, method, error)
-        return result
-
-    setattr(target, method, hooked)
-
-
-# `before` and `after` each have the guard written out: a call less for every hook.
-def _log_removed(target: type, method: str, error: Exception) -> None:
-    logger.error("kvctl: hook on %s.%s removed: %s: %s", target.__name__, method, type(error).__name__, error)
 
 
 def events_of(manager: Any) -> EventQueue:

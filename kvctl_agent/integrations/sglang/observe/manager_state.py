@@ -6,6 +6,7 @@ import os
 from typing import Any, NamedTuple
 
 from kvctl_agent.contract.snapshots import ConfigRow, Role
+from kvctl_agent.integrations.observe.documents import setting, variable_origin
 from kvctl_agent.integrations.sglang.rank_names import rank_axes
 
 _SETTINGS: tuple[tuple[str, str, str, str], ...] = (
@@ -104,15 +105,7 @@ def config_rows(manager: Any) -> list[ConfigRow]:
 
 
 def _setting(key: str, value: float, unit: str, variable: str) -> ConfigRow:
-    return {
-        "key": key,
-        "value": value,
-        "default": None,
-        "origin": f"environment {variable}" if variable in os.environ else "default",
-        "unit": unit,
-        "runtime": False,
-        "help": f"SGLang's {variable}",
-    }
+    return setting(key, value, unit, variable_origin(variable), f"SGLang's {variable}")
 
 
 def _device_of(manager: Any) -> str:

@@ -1,25 +1,18 @@
-"""Starts the observation of each KV manager that SGLang creates: its region, and the link to the observer's process."""
+"""Starts the observation of each KV manager that SGLang creates."""
 
 from __future__ import annotations
 
 import functools
 import logging
-import secrets
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
-
-import msgspec
+from typing import Any
 
 from kvctl_agent import rank_name
-from kvctl_agent.admin.publisher import DocumentPublisher
-from kvctl_agent.contract import VERSION
-from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import Role
-from kvctl_agent.errors import ConfigError, RequestRefused
+from kvctl_agent.errors import ConfigError
+from kvctl_agent.integrations.observe.hooks import before
+from kvctl_agent.integrations.observe.observer import ObservedRank, Observer, Watched
 from kvctl_agent.integrations.sglang import scheduler_turns, versions
 from kvctl_agent.integrations.sglang.observe import hooks
 from kvctl_agent.integrations.sglang.observe.documents import builders
@@ -27,12 +20,7 @@ from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.manager_state import config_rows, description, shape_of
 from kvctl_agent.integrations.sglang.observe.tracker import Tracker
 from kvctl_agent.integrations.sglang.rank_names import rank_axes
-from kvctl_agent.observer.link import ObserverLink, new_region
-from kvctl_agent.runtime.liveness import host_name
-from kvctl_agent.telemetry.clock import Clock
-from kvctl_agent.telemetry.engine_calls import SilentEngine
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.region import Document
 
 logger = logging.getLogger("kvctl")
 
@@ -96,16 +84,20 @@ def _hook_manager(manager_class: Any) -> None:
         setattr(manager, hooks.EVENTS, EventQueue())  # before its threads run
         construct(manager, *args, **kwargs)
         try:
-            manager._kvctl_observer = Observer(manager).start()
+            observer = _observer_of(manager)
+            observer.start()
+            manager._kvctl_observer = observer
+            scheduler_turns.watch(observer.turn)
         except Exception as error:
             logger.error("kvctl: this rank is not observed: %s", error)
 
     manager_class.__init__ = constructed
-    hooks.before(manager_class, "teardown", _stop)  # when the server changes its role
+    before(manager_class, "teardown", _stop)  # when the server changes its role
 
 
 def _stop(manager: Any) -> None:
     if (observer := getattr(manager, "_kvctl_observer", None)) is not None:
+        scheduler_turns.unwatch(observer.turn)
         observer.close()
 
 
@@ -116,90 +108,33 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _refuse(command: str, _: dict[str, Any]) -> NoReturn:
-    raise RequestRefused(ErrorCode.REFUSED, f"observe mode: SGLang owns {_REFUSED[command]}")
-
-
-class Observer:
-    """Region of one observed manager, and the link to the process that reads it.
-
-    Attributes:
-        name: name of the rank.
+def _observer_of(manager: Any) -> Observer:
+    """Returns the observer of one manager.
 
     Raises:
         KvctlError: the environment has an invalid setting of kvctl.
     """
+    from sglang.srt.runtime_context import get_serving
 
-    def __init__(self, manager: Any) -> None:
-        from sglang.srt.runtime_context import get_serving
-
-        role: Role = manager.disaggregation_mode.value
-        settings, shape = load_settings({}), shape_of(manager)
-        server = f"{manager.local_ip}:{get_serving().port}"
-        self.name = rank_name(role, rank_axes(manager), manager.attn_tp_rank, server)
-        self._manager = manager
-        self._events = hooks.events_of(manager)
-        clock = Clock()
-        incarnation = clock.wall_ns(clock.now_ns()) >> 20 << 20 | secrets.randbits(20) | 1
-        self.region = new_region(settings, self.name, role, incarnation, clock, logger.warning)
-        self._silence = SilentEngine(self.region)
-        identity = {
+    role: Role = manager.disaggregation_mode.value
+    shape, events = shape_of(manager), hooks.events_of(manager)
+    rank = ObservedRank(
+        name=rank_name(role, rank_axes(manager), manager.attn_tp_rank, f"{manager.local_ip}:{get_serving().port}"),
+        role=role,
+        endpoint=f"{manager.local_ip}:{manager.rank_port}",
+        engine="SGLang",
+        identity={
             **description(manager, shape),
-            "version": VERSION,
-            "host": host_name(settings["host"]),
-            "incarnation": f"{incarnation:016x}",
             "integration": versions.integration("observe"),
             "staging": bool(getattr(manager, "enable_staging", False)),
             "calls": ["ingest_requests"],
-        }
-        now_ns = clock.now_ns()
-        self.region.publish(Document.IDENTITY, msgspec.msgpack.encode(identity), now_ns)
-        self.region.publish(Document.CONFIG, msgspec.msgpack.encode({"rows": config_rows(manager)}), now_ns)
-        telemetry = Telemetry(self.name, role, self.region, clock)
-        telemetry.collected = []
-        directory = Path(self.region.header.directory)
-        tracker = Tracker(self.name, shape, telemetry, self._events.waits, directory)
-        publisher = DocumentPublisher(self.region, builders(manager, tracker))
-        publisher.publish_all()
-        self._open_events = partial(self._events.open, tracker, publisher)
-        self._link = ObserverLink(
-            self.region,
-            settings,
-            {command: partial(_refuse, command) for command in _REFUSED},
-            endpoint=f"{manager.local_ip}:{manager.rank_port}",
-            note=logger.warning,
-            flush=self._events.flush,
-            tick=self._tick,
-        )
+        },
+        config=config_rows(manager),
+        refused=_REFUSED,
+    )
 
-    def start(self) -> Observer:
-        """Claims the name and starts what answers for this rank; `close` or the end of the process ends both.
+    def watch(telemetry: Telemetry, directory: Path) -> Watched:
+        tracker = Tracker(rank.name, shape, telemetry, events.waits, directory)
+        return tracker, builders(manager, tracker)
 
-        Raises:
-            AdminError: another rank has the name, or the socket cannot be bound.
-        """
-        try:
-            self._link.start()
-        except BaseException:
-            self.region.close()
-            raise
-        self._open_events()  # what is applied without a link would fill memory
-        scheduler_turns.watch(self._turn)
-        logger.info("kvctl: %s is observed; look at it with: kvctl status", self.name)
-        return self
-
-    def close(self) -> None:
-        """Removes the admin socket and the region."""
-        scheduler_turns.unwatch(self._turn)
-        self._link.close()
-        self.region.close()
-
-    def _turn(self) -> None:
-        """Notes that SGLang's scheduler begins a turn of its event loop."""
-        self.region.note_call(0)
-        self._events.publish()
-
-    def _tick(self) -> None:
-        """Publishes what SGLang's objects show, and where its scheduler is if it makes no turns."""
-        self._events.publish()
-        self._silence.look(time.monotonic_ns(), len(self._manager.request_status))
+    return Observer(rank, events, watch, lambda: len(manager.request_status))

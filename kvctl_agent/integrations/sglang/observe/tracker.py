@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvctl_agent.contract.admin import LOCK_SUFFIX
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
+from kvctl_agent.integrations.observe.documents import RankNames
 from kvctl_agent.integrations.sglang.observe.failure_codes import code_of
 from kvctl_agent.integrations.sglang.observe.manager_state import RankShape
 from kvctl_agent.telemetry.hub import Telemetry
@@ -150,25 +150,11 @@ class Tracker:
         self.peers: dict[str, Peer] = {}
         self.regions: dict[int, Region] = {}
         self.refused_largest_bytes = self.ring_high_water_bytes = 0
-        self._directory = directory
-        self._names: dict[str, str] = {}
+        self._names = RankNames(directory)
 
     def name_of(self, endpoint: str) -> str:
-        """Returns the name of the decode rank with this endpoint; the endpoint itself if it is on another host.
-
-        Prefill ranks know of a decode rank only its endpoint; the lock files of this host's ranks have theirs. They are
-        read once for each endpoint, before its first room.
-        """
-        if endpoint not in self._names:
-            self._names[endpoint] = endpoint
-            for path in self._directory.glob(f"*{LOCK_SUFFIX}"):
-                try:
-                    lines = path.read_text(encoding="ascii", errors="replace").splitlines()
-                except OSError:
-                    continue
-                if lines[1:2] == [endpoint]:
-                    self._names[endpoint] = path.name.removesuffix(LOCK_SUFFIX)
-        return self._names[endpoint]
+        """Returns the name of a decode rank, of which prefill ranks know only the endpoint; see `RankNames`."""
+        return self._names.name_of(endpoint)
 
     # ---- states ------------------------------------------------------------------------------------------------
 

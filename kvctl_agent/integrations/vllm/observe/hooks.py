@@ -1,0 +1,334 @@
+"""Hooks on the classes of vLLM's NIXL connectors, scheduler half and worker half, and on NIXL's agent.
+
+They run on vLLM's threads (`integrations.observe.hooks`). What the scheduler half sees travels to the workers with the
+metadata of its step, as an attribute of plain values.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from time import monotonic_ns as now_ns
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from kvctl_agent.integrations.observe.event_queue import EventQueue
+from kvctl_agent.integrations.observe.hooks import after, before
+from kvctl_agent.integrations.vllm.observe.tracker import READ, WRITE, Posted, Server, Tracker
+
+WATCH = "_kvctl_watch"
+"""Attribute of a worker half, and of its NIXL agent, that has its `Watch`."""
+_SEEN = "_kvctl_seen"
+"""Attribute of a scheduler half with what it has seen since its last step, and of the metadata of a step."""
+_MOST_SEEN = 4096
+_MOST_POSTED = 65536
+_HEARTBEAT = b"HB:"
+_REGISTRATION = b"PUSH_REG:"
+_SKEW_NS = 60_000_000_000
+_RANDOM_DIGITS = 8
+_FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+_FAILURES: Mapping[str, str] = {
+    "handshake_failed": "KV_HANDSHAKE_FAILED",
+    "handshake_setup_failed": "KV_HANDSHAKE_FAILED",
+    "push_reg_handshake_failed": "KV_HANDSHAKE_FAILED",
+    "transfer_setup_failed": "KV_TRANSPORT",
+    "transfer_failed": "KV_TRANSPORT",
+    "transfer_exception": "KV_TRANSPORT",
+}
+"""Failure code by vLLM's type of a failure that ends a request."""
+
+
+class Watch:
+    """What hooks need of one worker half.
+
+    Attributes:
+        push: whether the prefill engine writes; otherwise the decode engine reads.
+        begin: called with the metadata of each step until the observation has begun.
+        beginning: thread in which it begins, for a worker with both roles.
+        turn: notes a step; None until the worker is observed.
+        posted: transfers in flight by the identity of NIXL's handle.
+    """
+
+    def __init__(self, worker: Any, push: bool, begin: Callable[[Any], None]) -> None:
+        self.worker = worker
+        self.push = push
+        self.begin: Callable[[Any], None] | None = begin
+        self.beginning: threading.Thread | None = None
+        self.turn: Callable[[], None] | None = None
+        self.events = EventQueue("vLLM")
+        self.posted: dict[int, Posted] = {}
+
+
+class _Posting(threading.local):
+    """The request that this thread posts a transfer for."""
+
+    request: tuple[str, str, int] | None = None
+
+
+_posting = _Posting()
+
+
+def base_id(request: str) -> str:
+    """Returns a request id without vLLM's random end, as push mode matches the ids of both engines."""
+    head, dash, end = request.rpartition("-")
+    return head if dash and len(end) == _RANDOM_DIGITS and all(c in "0123456789abcdefABCDEF" for c in end) else request
+
+
+def blocks_of(groups: Iterable[Any] | None) -> int:
+    """Returns the number of blocks in all KV cache groups."""
+    return sum(len(group) if hasattr(group, "__len__") else 1 for group in groups or ())
+
+
+# ---- scheduler half --------------------------------------------------------------------------------------------
+
+
+def _see(scheduler: Any, *event: Any) -> None:
+    seen: list[Any] = vars(scheduler).setdefault(_SEEN, [])
+    if len(seen) < _MOST_SEEN:
+        seen.append(event)
+
+
+def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
+    params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
+    if params.get("do_remote_decode"):
+        _see(scheduler, "arrived", now_ns(), request.request_id, "", tokens)
+    elif params.get("do_remote_prefill"):
+        _see(scheduler, "arrived", now_ns(), request.request_id, str(params.get("remote_request_id") or ""), tokens)
+    elif scheduler.vllm_config.kv_transfer_config.kv_role == "kv_consumer":
+        _see(scheduler, "computed_here", now_ns())
+
+
+def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request: Any, block_ids: Any) -> None:
+    held, params = result
+    if held:
+        lease_s = scheduler._reqs_need_send.get(request.request_id, 0) - perf_counter()
+        blocks = blocks_of((params or {}).get("remote_block_ids") or block_ids)
+        _see(scheduler, "held", now_ns(), request.request_id, blocks, round(max(0.0, lease_s), 1))
+    elif request.kv_transfer_params:
+        _see(scheduler, "ended", now_ns(), request.request_id, request.status.name not in _FINISHED)
+
+
+def _build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> None:
+    if seen := vars(scheduler).get(_SEEN):
+        setattr(metadata, _SEEN, tuple(seen))
+        seen.clear()
+
+
+# ---- worker half -----------------------------------------------------------------------------------------------
+
+
+def _start_load_kv(worker: Any, metadata: Any) -> None:
+    watch: Watch = getattr(worker, WATCH)
+    if watch.turn is not None:
+        watch.turn()
+    elif watch.begin is not None:
+        watch.begin(metadata)
+    events, seen = watch.events, vars(metadata).get(_SEEN)
+    if seen:
+        _of_scheduler(watch, seen)
+    if metadata.reqs_to_recv:
+        for request, meta in metadata.reqs_to_recv.items():
+            _allocated(watch, request, meta)
+    for request in metadata.reqs_in_batch:  # of a vLLM whose scheduler half has no on_new_request
+        if request not in worker._reqs_to_process:
+            events.add(Tracker.arrived, now_ns(), request, base_id(request) if watch.push else request)
+    for request in metadata.reqs_not_processed:
+        events.add(Tracker.ended, now_ns(), request, True)
+
+
+def _of_scheduler(watch: Watch, seen: Iterable[tuple[Any, ...]]) -> None:
+    """Adds the events that the scheduler half has seen; another host has another clock."""
+    now = now_ns()
+    for name, at_ns, *arguments in seen:
+        if name == "arrived":
+            request, remote, tokens = arguments
+            arguments = [request, base_id(request) if watch.push else remote or request, tokens]
+        at_ns = at_ns if abs(now - at_ns) < _SKEW_NS else now
+        watch.events.add(_SCHEDULER_EVENTS[name], at_ns, *arguments)
+
+
+_SCHEDULER_EVENTS: Mapping[str, Callable[..., None]] = {
+    "arrived": Tracker.arrived,
+    "computed_here": Tracker.computed_here,
+    "held": Tracker.held,
+    "ended": Tracker.ended,
+}
+
+
+def _allocated(watch: Watch, request: str, meta: Any) -> None:
+    remote, at_ns = meta.remote, now_ns()
+    blocks = blocks_of(meta.local_block_ids)
+    transfer = base_id(request) if watch.push else remote.request_id
+    watch.events.add(Tracker.arrived, at_ns, request, transfer)
+    server = Server(str(remote.host), int(remote.port), getattr(meta, "pp_size", 1))
+    cached = max(getattr(meta, "local_num_computed_blocks", ()), default=0)
+    watch.events.add(Tracker.allocated, at_ns, request, blocks, cached, remote.engine_id, server)
+    if not blocks:  # vLLM tells the prefill engine, and awaits nothing
+        watch.events.add(Tracker.ended, at_ns, request, False)
+
+
+def _transfer_results(_: int, results: Any, worker: Any, *__: Any) -> None:
+    sent, received, failed = (
+        (*results, ()) if isinstance(results, tuple) else (results.finished_sending, results.finished_recving, None)
+    )
+    if not sent and not received:
+        return
+    failed = getattr(results, "failed_recving", None) or failed or ()
+    events, at_ns = getattr(worker, WATCH).events, now_ns()
+    for request in sent or ():
+        events.add(Tracker.released, at_ns, request)
+    for request in received or ():
+        events.add(Tracker.received, at_ns, request, request in failed)
+
+
+def _handshake_begins(
+    worker: Any, host: str, port: int, remote_tp_size: int, engine: str, *rest: Any, **named: Any
+) -> None:
+    ranks = worker.transfer_topo.handshake_target_ranks(remote_tp_size)
+    server = Server(host, int(port), _pp_size(rest, named))
+    getattr(worker, WATCH).events.add(Tracker.connecting, now_ns(), engine, server, tuple(ranks))
+
+
+def _handshake_ended(
+    start_ns: int, result: Any, worker: Any, host: str, port: int, _: int, __: str, *rest: Any, **named: Any
+) -> None:
+    agents = result[0] if isinstance(result, tuple) else result
+    ranks = tuple(each if isinstance(each, tuple) else (0, each) for each in agents)
+    server, at_ns = Server(host, int(port), _pp_size(rest, named)), now_ns()
+    getattr(worker, WATCH).events.add(Tracker.connected, at_ns, server, ranks, at_ns - start_ns)
+
+
+def _pp_size(rest: tuple[Any, ...], named: Mapping[str, Any]) -> int:
+    return int(named.get("remote_pp_size", rest[1] if len(rest) > 1 else 1))
+
+
+def _log_failure(
+    worker: Any, failure_type: str, req_id: str | None, msg: str = "", error: Any = None, meta: Any = None, **more: Any
+) -> None:
+    code = _FAILURES.get(failure_type)
+    if code is None:
+        return
+    remote = getattr(meta, "remote", None)
+    at = f" with {remote.host}:{remote.port}" if remote is not None else ""
+    if type(error).__name__ == "Again":
+        text = "no answer within 5 s"
+    else:
+        text = f"{type(error).__name__}: {error}" if error is not None else f"state {more.get('xfer_state')}"
+    text = f"{failure_type.replace('_', ' ')}{at}: {text}"
+    engine = more.get("remote_engine_id")
+    getattr(worker, WATCH).events.add(Tracker.reason, now_ns(), req_id, code, text, engine)
+
+
+def _posts(_: Any, *positional: Any, **named: Any) -> None:
+    spec = positional[0] if positional else named["read_spec"]
+    _posting.request = named["request_id"], named["dst_engine_id"], int(spec.remote_rank)
+
+
+def _posting_ended(_: int, __: Any, ___: Any, *____: Any, **_____: Any) -> None:
+    _posting.request = None
+
+
+# ---- NIXL's agent ----------------------------------------------------------------------------------------------
+
+
+def _prepared(start_ns: int, handle: Any, agent: Any, operation: str, _: Any, local: Any, *__: Any, **___: Any) -> None:
+    watch, request = getattr(agent, WATCH, None), _posting.request
+    if watch is None or request is None or len(watch.posted) >= _MOST_POSTED:
+        return
+    path = READ if operation == "READ" else WRITE
+    watch.posted[id(handle)] = Posted(*request, path, len(local), start_ns, 0)
+
+
+def _transfer(_: int, __: Any, agent: Any, handle: Any, *___: Any, **____: Any) -> None:
+    watch = getattr(agent, WATCH, None)
+    if watch is not None and (posted := watch.posted.get(id(handle))) is not None:
+        at_ns = now_ns()
+        watch.posted[id(handle)] = posted = posted._replace(posted_ns=at_ns)
+        watch.events.add(Tracker.posted, at_ns, posted)
+
+
+def _telemetry(_: int, result: Any, agent: Any, handle: Any) -> None:
+    watch = getattr(agent, WATCH, None)
+    if watch is not None and (posted := watch.posted.pop(id(handle), None)) is not None:
+        nbytes, took_us = getattr(result, "totalBytes", 0), getattr(result, "xferDuration", 0)
+        watch.events.add(Tracker.moved, now_ns(), posted, int(nbytes), int(took_us) * 1000)
+
+
+def _release(agent: Any, handle: Any) -> None:
+    watch = getattr(agent, WATCH, None)
+    if watch is not None:
+        watch.posted.pop(id(handle), None)  # the identity will be another handle's
+
+
+def _notifications(_: int, result: Any, agent: Any, *__: Any, **___: Any) -> None:
+    watch = getattr(agent, WATCH, None)
+    if not result or watch is None:
+        return
+    for sender, messages in result.items():
+        for message in messages:
+            _notification(watch, str(sender), message)
+
+
+def _notification(watch: Watch, sender: str, message: bytes) -> None:
+    worker, events, at_ns = watch.worker, watch.events, now_ns()
+    if message.startswith(_HEARTBEAT):
+        for request in message[len(_HEARTBEAT) :].decode().split(","):
+            events.add(Tracker.claimed, at_ns, request, sender)
+    elif message.startswith(_REGISTRATION):
+        data = msgspec.msgpack.decode(message[len(_REGISTRATION) :])
+        server = Server(str(data["decode_host"]), int(data["decode_port"]))
+        events.add(Tracker.registered, at_ns, base_id(data["request_id"]), sender, server)
+    else:
+        request, _, number = message.decode().rpartition(":")
+        if request in worker._reqs_to_send or request in worker._reqs_to_process:
+            if not watch.push:
+                events.add(Tracker.read, at_ns, request, sender, int(number))
+        elif (meta := worker._recving_metadata.get(request)) is not None:
+            writers = getattr(meta, "pp_size", 1) * max(1, int(number) // worker.world_size)
+            events.add(Tracker.written, at_ns, request, sender, writers)
+        else:
+            events.add(Tracker.late, at_ns, request, sender)
+
+
+# ---- where they are put ----------------------------------------------------------------------------------------
+
+Hooks = Iterable[tuple[Callable[[type, str, Callable[..., None]], bool], str, Callable[..., None]]]
+
+SCHEDULER: Hooks = (
+    (after, "on_new_request", _new_request),
+    (after, "request_finished", _request_finished),
+    (after, "build_connector_meta", _build_connector_meta),
+)
+WORKER: Hooks = (
+    (before, "start_load_kv", _start_load_kv),
+    (before, "_nixl_handshake", _handshake_begins),
+    (after, "_nixl_handshake", _handshake_ended),
+    (before, "_log_failure", _log_failure),
+)
+PULL: Hooks = ((before, "_read_blocks", _posts), (after, "_read_blocks", _posting_ended))
+PUSH: Hooks = ((before, "_xfer_blocks", _posts), (after, "_xfer_blocks", _posting_ended))
+AGENT: Hooks = (
+    (after, "make_prepped_xfer", _prepared),
+    (after, "transfer", _transfer),
+    (after, "get_xfer_telemetry", _telemetry),
+    (before, "release_xfer_handle", _release),
+    (after, "get_new_notifs", _notifications),
+)
+
+
+def put(target: type, hooks: Hooks) -> list[str]:
+    """Puts hooks on a class, once; returns the methods that it does not have."""
+    if "_kvctl_observed" in vars(target):
+        return []
+    target._kvctl_observed = True  # type: ignore[attr-defined]
+    return [f"{target.__name__}.{method}" for place, method, hook in hooks if not place(target, method, hook)]
+
+
+def put_results(target: type) -> list[str]:
+    """Puts the hook of what has ended on a worker half: releases before 0.32 have another method for it."""
+    for method in ("get_transfer_results", "get_finished"):
+        if after(target, method, _transfer_results):
+            return []
+    return [f"{target.__name__}.get_transfer_results"]

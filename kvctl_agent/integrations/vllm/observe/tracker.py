@@ -1,0 +1,423 @@
+"""Records, counters and events of an observed worker, from what hooks see in vLLM's threads.
+
+A request that is handed over is a room on both ends. vLLM's connectors know no states of it; the tracker's are:
+
+| state | prefill | decode |
+| --- | --- | --- |
+| Bootstrapping | no decode worker has asked for it | it waits for blocks or the handshake |
+| WaitingForInput | a decode worker has renewed its lease, or has registered blocks | it waits for the transfer |
+| Transferring | it writes (push) | it reads (pull) |
+
+Times are monotonic ns; `request` is the id that this engine has for the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from kvctl_agent import rank_name, room_number
+from kvctl_agent.contract.snapshots import Role
+from kvctl_agent.contract.states import RoomState
+from kvctl_agent.contract.values import encodable
+from kvctl_agent.integrations.observe.documents import RankNames
+from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.records import Severity
+from kvctl_agent.telemetry.room_records import RoomRecord, RoomValues
+
+_LONGEST_TEXT = 2000
+_LONGEST_ID = 256
+_MOST_PEERS = 4096
+_MOST_REGISTERED = 1024
+READ, WRITE = "read", "write"
+RECOMPUTED, LATE_READS = "kvctl_recomputed_prompts_total", "kvctl_late_reads_total"
+
+
+class Shape(NamedTuple):
+    """Sizes of a worker.
+
+    Attributes:
+        block_bytes: KV bytes of one block, all regions of this worker.
+        layers: number of its layers.
+        recomputes: decode: vLLM computes a prompt itself if its KV cannot be loaded; otherwise the request fails.
+    """
+
+    role: Role
+    block_bytes: int
+    layers: int
+    recomputes: bool = False
+
+
+class Server(NamedTuple):
+    """Address of the side channel of an engine, which names its workers, and its number of pipeline stages."""
+
+    host: str
+    port: int
+    pp_size: int = 1
+
+
+class Posted(NamedTuple):
+    """A transfer that was handed to the transfer engine.
+
+    Attributes:
+        engine: vLLM's id of the engine at the other end; `rank` is the TP rank there.
+        begun_ns, posted_ns: begin and end of the call that posts it.
+    """
+
+    request: str
+    engine: str
+    rank: int
+    path: str
+    descriptors: int
+    begun_ns: int
+    posted_ns: int
+
+
+@dataclass(slots=True)
+class Peer:
+    """A worker of another engine; `state` as in `PeerRow`."""
+
+    endpoint: str
+    state: str
+    heard_ns: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Room:
+    """A request that is being handed over.
+
+    Attributes:
+        reason: code and text of the first failure that vLLM logged.
+        posted, moved: number of transfers that were posted, and that have ended.
+        readers: prefill, pull: number of decode workers that have read it, and that will.
+        server: decode: the prefill engine that it comes from.
+    """
+
+    record: RoomRecord
+    reason: tuple[str, str] | None = None
+    posted: int = 0
+    moved: int = 0
+    readers: tuple[int, int] = (0, 0)
+    server: Server | None = None
+    owing: list[str] = field(default_factory=list)
+
+
+class Tracker:
+    """Writes the telemetry of one observed worker; one thread at a time calls its methods, each for one event.
+
+    Args:
+        directory: directory of the admin sockets of this host's ranks.
+
+    Attributes:
+        rooms: requests that have not ended, by id.
+        peers: workers of other engines, by name.
+    """
+
+    def __init__(self, name: str, shape: Shape, telemetry: Telemetry, directory: Path) -> None:
+        self.name = name
+        self.shape = shape
+        self.telemetry = telemetry
+        self.rooms: dict[str, Room] = {}
+        self.peers: dict[str, Peer] = {}
+        self._engines: dict[str, Server] = {}
+        self._registered: dict[int, tuple[int, str]] = {}  # decode workers by room, before the request arrives
+        self._names = RankNames(directory)
+
+    # ---- both roles ------------------------------------------------------------------------------------------------
+
+    def arrived(self, at_ns: int, request: str, transfer: str, tokens: int | None = None) -> None:
+        """A request that is handed over has arrived; a hash of `transfer` is the room."""
+        if request in self.rooms:
+            return
+        number = room_number(encodable(transfer)[:1024])
+        if any(room.record.room == number for room in self.rooms.values()):
+            self._note("room", f"another request with the id {transfer} is not shown: {request}", "warning", number)
+            return
+        record = self.telemetry.open(number, 0, at_ns)
+        values: RoomValues = record
+        values.planned = None
+        record.request_id = encodable(request)[:_LONGEST_ID]
+        record.tokens = tokens
+        record.state(RoomState.BOOTSTRAPPING, at_ns)
+        self.rooms[request] = Room(record)
+        if (early := self._registered.pop(number, None)) is not None:
+            self._claim(max(at_ns, early[0]), request, early[1])
+
+    def reason(self, at_ns: int, request: str | None, code: str, text: str, engine: str | None = None) -> None:
+        """vLLM has logged a failure of a request, or of all that wait for an engine."""
+        text, server = encodable(text)[:_LONGEST_TEXT], self._engines.get(engine or "")
+        if server is not None and code == "KV_HANDSHAKE_FAILED":
+            for peer in self._peers_at(server):
+                if peer.state == "connecting":
+                    peer.error = text
+        room = self.rooms.get(request or "")
+        if room is not None and room.reason is None:
+            names = room.owing or room.record.peers
+            room.reason = code, f"{text} ({listed(names)})" if names else text
+        elif request is None:
+            self._note("peer", text, "error", at_ns=at_ns)
+
+    def ended(self, at_ns: int, request: str, aborted: bool) -> None:
+        """The scheduler has ended the request, and nothing of it is held or awaited."""
+        room = self.rooms.get(request)
+        if room is None:
+            return
+        if not aborted:
+            self._finish(request, at_ns, RoomState.SUCCESS, "success", "nothing had to be transferred")
+            return
+        flying = room.posted - room.moved
+        text = f"aborted by vLLM in {room.record.state_now.label}"
+        self._fail(request, at_ns, "ABORTED", f"{text}, while {flying} transfers were in flight" if flying else text)
+
+    def posted(self, _: int, posted: Posted) -> None:
+        """A transfer was handed to the transfer engine."""
+        room = self.rooms.get(posted.request)
+        if room is None:
+            return
+        room.posted += 1
+        if room.record.state_now < RoomState.TRANSFERRING:
+            room.record.state(RoomState.TRANSFERRING, posted.posted_ns)
+        detail = f"{posted.path} of {posted.descriptors} descriptors"
+        room.record.event("begin", posted.begun_ns, posted.rank, peer=self._peer_of(posted), detail=detail)
+        self.telemetry.metrics.add("kvctl_descriptors_total", posted.descriptors, posted.path)
+
+    def moved(self, at_ns: int, posted: Posted, nbytes: int, took_ns: int) -> None:
+        """A transfer has ended; the transfer engine took `took_ns` for it."""
+        name, room = self._peer_of(posted), self.rooms.get(posted.request)
+        self._heard(name, at_ns)
+        if room is None:
+            return
+        moments = {"queue": posted.begun_ns, "post": posted.posted_ns}
+        moments["wire"] = min(at_ns, max(posted.posted_ns, posted.begun_ns + took_ns))
+        if self.shape.role == "decode":
+            moments["arrive"] = at_ns
+        self._part(room, posted.rank, name, posted.path, nbytes, moments, at_ns)
+
+    def _part(
+        self, room: Room, rank: int, name: str, path: str, nbytes: int, moments: dict[str, int], at_ns: int
+    ) -> None:
+        done_ns = (room.record.forward_done_at or at_ns) if self.shape.role == "prefill" else None
+        key = rank, room.moved, (0, self.shape.layers)
+        room.moved += 1
+        if name in room.owing:
+            room.owing.remove(name)
+        self.telemetry.part(room.record, key, name, path, nbytes, moments, done_ns)
+
+    # ---- prefill ---------------------------------------------------------------------------------------------------
+
+    def held(self, at_ns: int, request: str, blocks: int, lease_s: float) -> None:
+        """The prompt is computed; its blocks are held until a decode worker has them, or the lease ends."""
+        if (room := self.rooms.get(request)) is None:
+            return
+        record = room.record
+        record.pages, record.first_ready_at, record.forward_done_at = blocks, at_ns, at_ns
+        if record.state_now is RoomState.BOOTSTRAPPING:
+            record.state(RoomState.BOOTSTRAPPING, at_ns)
+        record.event("finish", at_ns, detail=f"holds {blocks} blocks, with a lease of {lease_s:g} s")
+
+    def registered(self, at_ns: int, transfer: str, agent: str, server: Server) -> None:
+        """Push: a decode worker of `server` has told where its blocks are."""
+        number = room_number(transfer[:1024])
+        known = self._names.name_of(agent)
+        name = self._name(server, 0) if known == agent else known
+        request = next((each for each, room in self.rooms.items() if room.record.room == number), None)
+        if request is not None:
+            self._claim(at_ns, request, name)
+            return
+        while len(self._registered) >= _MOST_REGISTERED:
+            del self._registered[next(iter(self._registered))]
+        self._registered[number] = at_ns, name
+
+    def claimed(self, at_ns: int, request: str, agent: str) -> None:
+        """Pull: a decode worker, of which the name of its NIXL agent is known, keeps the request's lease alive."""
+        self._claim(at_ns, request, self._names.name_of(agent))
+
+    def _claim(self, at_ns: int, request: str, name: str) -> None:
+        self._heard(name, at_ns)
+        room = self.rooms.get(request)
+        if room is None:
+            return
+        if name in room.record.peers:
+            room.record.event("renew", at_ns, peer=name)
+            return
+        room.record.join(name, 0)
+        room.record.event("accept", at_ns, peer=name)
+        if room.record.state_now is RoomState.BOOTSTRAPPING:
+            room.record.state(RoomState.WAITING_FOR_INPUT, at_ns)
+
+    def read(self, at_ns: int, request: str, agent: str, readers: int) -> None:
+        """Pull: a decode worker, one of `readers`, has read the request's blocks."""
+        name = self._names.name_of(agent)
+        self._heard(name, at_ns)
+        if (room := self.rooms.get(request)) is None:
+            return
+        room.readers = room.readers[0] + 1, readers
+        if name not in room.record.peers:
+            room.record.join(name, 0)
+        room.record.event("read", at_ns, peer=name)
+
+    def late(self, at_ns: int, request: str, agent: str) -> None:
+        """A decode worker has read blocks, or was told of blocks, that this engine does not hold any more."""
+        name = self._names.name_of(agent)
+        self._heard(name, at_ns)
+        self.telemetry.metrics.add(LATE_READS, 1)
+        text = f"the blocks of request {request} were transferred after they had been freed"
+        self.telemetry.recorder.record("room", encodable(text), "error", peer=name, at_ns=at_ns)
+
+    def released(self, at_ns: int, request: str) -> None:
+        """vLLM has released the blocks of a request: decode has them, or the lease has ended."""
+        room = self.rooms.get(request)
+        if room is None:
+            return
+        read, readers = room.readers
+        if (readers and read >= readers) or (room.posted and room.moved >= room.posted):
+            self._finish(request, at_ns, RoomState.SUCCESS, "sent")
+            return
+        blocks = f"its {room.record.pages} blocks" if room.record.pages else "its blocks"
+        claimed = f" by {listed(room.record.peers)}" if room.record.peers else ""
+        flying = f", while {room.posted - room.moved} writes were in flight" if room.posted > room.moved else ""
+        text = f"the lease of {blocks} ended before they were transferred{claimed}{flying}"
+        self._fail(request, at_ns, "KV_HOLD_EXPIRED", text)
+
+    # ---- decode ----------------------------------------------------------------------------------------------------
+
+    def allocated(self, at_ns: int, request: str, blocks: int, cached: int, engine: str, server: Server) -> None:
+        """The request has blocks for what prefill computed; `cached` blocks of the prompt were here."""
+        self._engines[engine] = server
+        room = self.rooms.get(request)
+        if room is None:
+            return
+        room.server, room.record.pages = server, blocks
+        names = list(self._peers_at_names(server))
+        if names:
+            room.owing = names
+            room.record.expect(list(names))
+        after = f", after {cached} that are cached" if cached else ""
+        at = f"{server.host}:{server.port}"
+        room.record.event("open", at_ns, detail=f"{blocks} blocks from {at}{after}")
+        if names and all(self.peers[name].state == "ready" for name in names):
+            room.record.state(RoomState.WAITING_FOR_INPUT, at_ns)
+
+    def connecting(self, at_ns: int, engine: str, server: Server, ranks: Sequence[int]) -> None:
+        """A handshake with an engine begins."""
+        self._engines[engine] = server
+        for rank in ranks:
+            peer = self._peer(self._name(server, rank), f"tcp://{server.host}:{server.port}")
+            if peer.state != "connecting":
+                peer.state = "connecting"
+        self._expect(server)
+        self._note("peer", f"handshake with {server.host}:{server.port} begins", at_ns=at_ns)
+
+    def connected(self, at_ns: int, server: Server, ranks: Sequence[tuple[int, int]], took_ns: int) -> None:
+        """A handshake has ended; `ranks` are the (pp, tp) ranks that answered."""
+        for pp, tp in ranks:
+            name = self._name(server, tp, pp)
+            peer = self._peer(name, f"tcp://{server.host}:{server.port}")
+            peer.state, peer.heard_ns, peer.error = "ready", at_ns, None
+            self._note("peer", f"handshake took {took_ns / 1e6:.1f} ms", peer=name, at_ns=at_ns)
+        self._expect(server)
+        for room in self.rooms.values():
+            if room.server == server and room.record.state_now is RoomState.BOOTSTRAPPING:
+                room.record.state(RoomState.WAITING_FOR_INPUT, at_ns)
+
+    def _expect(self, server: Server) -> None:
+        """Sets the peers of the rooms that wait for an engine's workers."""
+        names = list(self._peers_at_names(server))
+        for room in self.rooms.values():
+            if room.server == server and not room.moved and room.record.peers != names:
+                room.owing = list(names)
+                room.record.expect(list(names))
+
+    def written(self, at_ns: int, request: str, agent: str, writers: int) -> None:
+        """Push: a prefill worker, one of `writers`, has written its share of the request's blocks."""
+        room = self.rooms.get(request)
+        if room is None:
+            return
+        name = next(iter(room.owing), None) or self._names.name_of(agent)
+        self._heard(name, at_ns)
+        room.record.state(RoomState.TRANSFERRING, at_ns)
+        nbytes = (room.record.pages or 0) * self.shape.block_bytes // max(1, writers)
+        room.posted += 1
+        self._part(room, room.moved, name, WRITE, nbytes, {"arrive": at_ns}, at_ns)
+
+    def received(self, at_ns: int, request: str, failed: bool) -> None:
+        """vLLM has what it waited for, or has given it up."""
+        room = self.rooms.get(request)
+        if room is None:
+            return
+        if not failed and room.reason is None:
+            self._finish(request, at_ns, RoomState.SUCCESS, "success")
+            return
+        code, text = room.reason or ("KV_TRANSPORT", "vLLM gave no reason")
+        if self.shape.recomputes:
+            self.telemetry.metrics.add(RECOMPUTED, 1, "load-failed")
+            text += "; the prompt is computed here again"
+        self._fail(request, at_ns, code, text)
+
+    def computed_here(self, _: int) -> None:
+        """A prompt reached this decode engine without parameters of a prefill engine, so that it computes it."""
+        self.telemetry.metrics.add(RECOMPUTED, 1, "no-parameters")
+
+    # ---- helpers ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: str, at_ns: int, state: RoomState, stage: str, detail: str = "") -> None:
+        record = self.rooms.pop(request).record
+        record.state(state, at_ns)
+        record.event(stage, at_ns, detail=detail)
+        self.telemetry.finish(record, at_ns)
+
+    def _fail(self, request: str, at_ns: int, code: str, text: str) -> None:
+        record, telemetry = self.rooms[request].record, self.telemetry
+        failed_ns = telemetry.clock.wall_ns(at_ns)
+        record.fail({"rank": self.name, "code": code, "at_ns": failed_ns, "text": text[:_LONGEST_TEXT]}, at_ns)
+        telemetry.metrics.add("kvctl_room_failures_total", 1, code)
+        severity: Severity = "info" if code == "ABORTED" else "warning"
+        self._note("room", f"failed: {code}: {text}", severity, record.room, at_ns=at_ns)
+        self._finish(request, at_ns, RoomState.FAILED, "fail", text)
+
+    def _name(self, server: Server, tp: int, pp: int = 0) -> str:
+        role: Role = "decode" if self.shape.role == "prefill" else "prefill"
+        return rank_name(role, {"pp": (pp, server.pp_size)}, tp, f"{server.host}:{server.port}")
+
+    def _peer_of(self, posted: Posted) -> str:
+        server = self._engines.get(posted.engine)
+        return posted.engine if server is None else self._name(server, posted.rank)
+
+    def _peers_at_names(self, server: Server) -> list[str]:
+        end = f"@{server.host}:{server.port}"
+        return [name for name in self.peers if name.endswith(end)]
+
+    def _peers_at(self, server: Server) -> list[Peer]:
+        return [self.peers[name] for name in self._peers_at_names(server)]
+
+    def _peer(self, name: str, endpoint: str) -> Peer:
+        peer = self.peers.get(name)
+        if peer is None:
+            while len(self.peers) >= _MOST_PEERS:
+                del self.peers[next(iter(self.peers))]
+            peer = self.peers[name] = Peer(endpoint, "")
+        return peer
+
+    def _heard(self, name: str, at_ns: int) -> None:
+        peer = self._peer(name, "")
+        peer.heard_ns, peer.state, peer.error = at_ns, "ready", None
+
+    def _note(
+        self,
+        kind: str,
+        text: str,
+        severity: Severity = "info",
+        room: int | None = None,
+        *,
+        peer: str | None = None,
+        at_ns: int | None = None,
+    ) -> None:
+        self.telemetry.recorder.record(kind, encodable(text), severity, room, peer=peer, at_ns=at_ns)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns names as text."""
+    return ", ".join(names)

@@ -1,0 +1,237 @@
+"""vLLM's own NIXL connectors with `KVCTL_VLLM=observe`: rooms of both ends, and faults that doctor names first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.lab.tcp_ports import free_port
+from tests.vllm_engines.checkpoints import write_model
+from tests.vllm_engines.conftest import ARGUMENTS, BLOCK_TOKENS, ENVIRONMENT, Engines, prompt_of
+from tests.vllm_engines.processes import ANSWER_S, REPOSITORY, Engine, Params, Request, Tokens, start_all
+
+CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
+LEASE_S = 15
+# Of a Llama of 4 layers in float32.
+PROMPT = 100
+BLOCKS = -(-PROMPT // BLOCK_TOKENS)
+
+
+def without_id(transfer: Params) -> Params:
+    """Returns the configuration of a child of MultiConnector, which has the id of its parent."""
+    return {key: value for key, value in transfer.items() if key != "engine_id"}
+
+
+class Observed:
+    """A prefill and a decode engine with one of vLLM's own connectors, and what kvctl says about them."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.folder = folder / kind
+        self.sockets = self.folder / "s"
+        self.sockets.mkdir(parents=True, mode=0o700)
+        write_model(self.folder / "model", "llama")
+        self.ports = {role: free_port() for role in ("prefill", "decode")}
+        self.prefill, self.decode = (self._engine(kind, role) for role in self.ports)
+
+    def _engine(self, kind: str, role: str) -> Engine:
+        transfer = {
+            "kv_connector": CONNECTORS[kind],
+            "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role],
+            "kv_buffer_device": "cpu",
+            "engine_id": f"{kind}-{role}",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        }
+        if kind == "pull" and role == "prefill":  # beside another child
+            stored = {"shared_storage_path": str(self.folder / "stored")}
+            example = {**transfer, "kv_connector": "ExampleConnector", "kv_connector_extra_config": stored}
+            children = {"connectors": [without_id(transfer), without_id(example)]}
+            transfer = {**transfer, "kv_connector": "MultiConnector", "kv_connector_extra_config": children}
+        environment = {
+            **ENVIRONMENT,
+            "KVCTL_VLLM": "observe",
+            "KVCTL_SOCKET_DIR": str(self.sockets),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[role]),
+        }
+        arguments = {**ARGUMENTS, "model": str(self.folder / "model"), "kv_transfer_config": transfer}
+        return Engine(Path(os.environ["VLLM_VENV"]) / "bin" / "python", self.folder, role, environment, arguments)
+
+    def name(self, role: str) -> str:
+        return f"{role}-tp0@localhost:{self.ports[role]}"
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def compute(self, prompt: Tokens) -> Params:
+        """Has prefill compute a prompt; returns the parameters for decode."""
+        request = self.prefill.submit(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
+        params = self.prefill.answer(request).params
+        assert params, "prefill's answer has no kv_transfer_params"
+        return params
+
+    def receive(self, prompt: Tokens, params: Params | None = None) -> Request:
+        return self.decode.answer(self.decode.submit(prompt, 8, params))
+
+    def hand_over(self, seed: object) -> Tokens:
+        """Takes a prompt through both engines; returns decode's tokens."""
+        prompt = prompt_of(PROMPT, seed)
+        return self.receive(prompt, self.compute(prompt)).tokens
+
+    def connect(self) -> None:
+        """Takes prompts through both engines until one was transferred: vLLM waits 5 s for a busy engine, no longer."""
+        deadline, number = time.monotonic() + ANSWER_S, 0
+        while not [row for row in self.kvctl("rooms", "history") if row["bytes"]]:
+            assert time.monotonic() < deadline, self.kvctl("rooms", "failed")
+            number += 1
+            self.hand_over(f"connect {number}")
+
+    # ---- kvctl -----------------------------------------------------------------------------------------------------
+
+    def kvctl(self, *arguments: str) -> Any:
+        """Returns the rows that a command prints as JSON."""
+        done = subprocess.run(
+            [sys.executable, "-m", "kvctl", "--timeout", "20s", *arguments, "-o", "json"],
+            cwd=REPOSITORY,
+            env={**os.environ, "KVCTL_SOCKET_DIR": str(self.sockets)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)["data"]
+
+    def until(self, read: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:
+        """Returns what `read` returns as soon as it holds; fails with the last answer at the deadline."""
+        deadline = time.monotonic() + ANSWER_S
+        while not holds(found := read()):
+            assert time.monotonic() < deadline, found
+        return found
+
+    def doctor(self, code: str) -> Any:
+        """Waits until doctor names this code, and returns its finding; it must be the first that it names."""
+        rows = self.until(
+            lambda: [row for row in self.kvctl("doctor") if row["rank"] is not None],
+            lambda rows: code in [row["code"] for row in rows],
+        )
+        assert rows[0]["code"] == code, [(row["code"], row["cause"]) for row in rows]
+        return rows[0]
+
+    def stop(self) -> None:
+        for engine in (self.prefill, self.decode):
+            engine.kill()
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def observed(request: pytest.FixtureRequest, engines: Engines, folder: Path) -> Iterator[Observed]:
+    engines.stop()
+    pair = Observed(request.param, folder)
+    try:
+        start_all([pair.prefill, pair.decode])
+        yield pair
+    finally:
+        pair.stop()
+
+
+@contextmanager
+def filtered() -> Iterator[int]:
+    """Yields a port at which the kernel drops what arrives, as a firewall does: its queue of connections is full."""
+    with ExitStack() as sockets:
+        listening = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        yield listening.getsockname()[1]
+
+
+def test_rooms_of_both_ends(observed: Observed) -> None:
+    pair, kind = observed, "read" if "pull" in str(observed.folder) else "write"
+    observed.connect()
+    prompt = prompt_of(PROMPT, seed="rooms")
+    params = pair.compute(prompt)
+    received = pair.receive(prompt, params)
+    assert received.tokens == pair.receive(prompt).tokens  # as decode computes it alone
+    rows = pair.until(
+        lambda: pair.kvctl("rooms", "history"),
+        lambda rows: len([row for row in rows if row["request_id"] == params["remote_request_id"]]) == 1,
+    )
+    (sent,) = [row for row in rows if row["request_id"] == params["remote_request_id"]]
+    both = {row["role"]: row for row in rows if row["room"] == sent["room"]}
+    assert [(row["state"], row["pages"], row["tokens"]) for row in both.values()] == [("Success", BLOCKS, PROMPT)] * 2
+    assert (both["decode"]["parts"], both["decode"]["paths"]) == (1, {kind: 1})
+    block_bytes = both["decode"]["bytes"] // BLOCKS
+    assert both["decode"]["bytes"] == BLOCKS * block_bytes > 0
+    assert both["prefill"]["bytes"] == (0 if kind == "read" else BLOCKS * block_bytes)
+    assert (both["prefill"]["peers"], both["decode"]["peers"]) == ([pair.name("decode")], [pair.name("prefill")])
+    shown = json.dumps(pair.kvctl("rooms", "show", sent["room"]))
+    assert f"holds {BLOCKS} blocks, with a lease of " in shown
+    assert f"{kind} of " in shown
+    peers = {(row["agent"], row["peer"], row["state"]) for row in pair.kvctl("peers")}
+    assert peers == {
+        (pair.name("prefill"), pair.name("decode"), "ready"),
+        (pair.name("decode"), pair.name("prefill"), "ready"),
+    }
+    assert {row["integration"]["mode"] for row in pair.kvctl("status")} == {"observe"}
+    assert not [row for row in pair.kvctl("events") if row["kind"] == "observe"]
+
+
+def test_blocks_that_are_never_read_and_their_lease(observed: Observed) -> None:
+    observed.connect()
+    prompt = prompt_of(PROMPT, seed="unread")
+    params = observed.compute(prompt)
+    found = observed.doctor("KV_BLOCKS_UNREAD")
+    assert found["subject"] == observed.name("prefill")
+    assert f"holds {BLOCKS} blocks of 1 room" in found["cause"]
+    found = observed.doctor("KV_HOLD_EXPIRED")
+    assert f"the lease of its {BLOCKS} blocks ended before they were transferred" in found["cause"]
+    if "push" in str(observed.folder):
+        return  # prefill does not write any more, and vLLM lets decode wait for eight minutes
+    observed.receive(prompt, params)
+    observed.hand_over("steps")  # an idle engine does not look for notifications
+    found = observed.doctor("KV_READ_AFTER_FREE")
+    assert (found["subject"], found["severity"]) == (observed.name("prefill"), "critical")
+
+
+def test_a_filtered_port(observed: Observed) -> None:
+    observed.connect()
+    prompt = prompt_of(PROMPT, seed="filtered")
+    params = observed.compute(prompt)
+    with filtered() as port:
+        away = {**params, "remote_engine_id": "elsewhere", "remote_port": port}
+        received = observed.receive(prompt, away)
+        found = observed.doctor("KV_HANDSHAKE_FAILED")
+    assert received.tokens == observed.receive(prompt).tokens
+    assert found["subject"].endswith(f"→ prefill-tp0@localhost:{port}")
+    assert "no answer within 5 s" in found["cause"]
+
+
+def test_decode_is_frozen(observed: Observed) -> None:
+    observed.connect()
+    observed.decode.signal(signal.SIGSTOP)
+    try:
+        found = observed.doctor("KV_PROCESS_STOPPED")
+    finally:
+        observed.decode.signal(signal.SIGCONT)
+    assert found["subject"] == observed.name("decode")
+
+
+def test_prefill_is_killed(observed: Observed) -> None:
+    """The last test of a pair."""
+    observed.connect()
+    observed.compute(prompt_of(PROMPT, seed="killed"))
+    observed.until(lambda: observed.kvctl("rooms"), lambda rows: [row for row in rows if row["role"] == "prefill"])
+    observed.prefill.kill()
+    found = observed.doctor("KV_PROCESS_ENDED")
+    assert found["subject"] == observed.name("prefill")
+    assert "killed by SIGKILL" in found["cause"]
