@@ -65,6 +65,8 @@ class Observed:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[role]),
         }
         arguments = {**ARGUMENTS, "model": str(self.folder / "model"), "kv_transfer_config": transfer}
+        if kind == "pull":  # ExampleConnector does not support it, and both engines must have the same
+            arguments["disable_hybrid_kv_cache_manager"] = True
         return Engine(Path(os.environ["VLLM_VENV"]) / "bin" / "python", self.folder, role, environment, arguments)
 
     def name(self, role: str) -> str:

@@ -104,7 +104,8 @@ def _try(peer: str) -> str:
     alert=f"sum by (instance) (increase({_LATE}[10m])) > 0",
 )
 def read_after_free(snapshot: Snapshot) -> Iterator[Finding]:
-    expired = {failed.room for failed in snapshot.once(failed_rooms).get("KV_HOLD_EXPIRED", ())}
+    leases_ended = snapshot.once(failed_rooms).get("KV_HOLD_EXPIRED", ())
+    expired = {failed.room for failed in leases_ended}
     for agent in snapshot.agents.values():
         count = agent.total(_LATE) or 0
         if count <= 0:
@@ -121,7 +122,9 @@ def read_after_free(snapshot: Snapshot) -> Iterator[Finding]:
         look = f"`kvctl rooms show {first}`" if first else f"`kvctl events -e {agent.name}`"
         yield read_after_free.finding(
             agent.name,
-            severity=Severity.WARNING if recent == 0 else Severity.CRITICAL,
+            severity=Severity.CRITICAL
+            if recent != 0 or any(agent.name in failed.known_to for failed in leases_ended)
+            else Severity.WARNING,
             agents=(agent.name, *sorted(set(readers.values()))),
             weight=count,
             evidence={"late_reads_total": int(count), "late_since_last_reading": recent, "rooms": sorted(readers)},

@@ -118,6 +118,10 @@ def test_a_read_after_that_comes_first() -> None:
     first, second = fleet.examine(before)
     assert (first.code, first.severity, second.code) == ("KV_READ_AFTER_FREE", Severity.CRITICAL, "KV_HOLD_EXPIRED")
     (later,) = fleet.find("KV_READ_AFTER_FREE", fleet.copy())
+    assert later.severity == Severity.CRITICAL
+    long_ago = observed()
+    long_ago.metric("prefill-0", "kvctl_late_reads_total", 1)
+    (later,) = long_ago.find("KV_READ_AFTER_FREE", long_ago.copy())
     assert later.severity == Severity.WARNING
 
 

@@ -131,9 +131,6 @@ def _start_load_kv(worker: Any, metadata: Any) -> None:
     if metadata.reqs_to_recv:
         for request, meta in metadata.reqs_to_recv.items():
             _allocated(watch, request, meta)
-    for request in metadata.reqs_in_batch:  # of a vLLM whose scheduler half has no on_new_request
-        if request not in worker._reqs_to_process:
-            events.add(Tracker.arrived, now_ns(), request, base_id(request) if watch.push else request)
     for request in metadata.reqs_not_processed:
         events.add(Tracker.ended, now_ns(), request, True)
 
@@ -169,18 +166,15 @@ def _allocated(watch: Watch, request: str, meta: Any) -> None:
         watch.events.add(Tracker.ended, at_ns, request, False)
 
 
-def _transfer_results(_: int, results: Any, worker: Any, *__: Any) -> None:
-    sent, received, failed = (
-        (*results, ()) if isinstance(results, tuple) else (results.finished_sending, results.finished_recving, None)
-    )
+def _transfer_results(_: int, results: Any, worker: Any) -> None:
+    sent, received = results.finished_sending, results.finished_recving
     if not sent and not received:
         return
-    failed = getattr(results, "failed_recving", None) or failed or ()
     events, at_ns = getattr(worker, WATCH).events, now_ns()
-    for request in sent or ():
+    for request in sent:
         events.add(Tracker.released, at_ns, request)
-    for request in received or ():
-        events.add(Tracker.received, at_ns, request, request in failed)
+    for request in received:
+        events.add(Tracker.received, at_ns, request, request in results.failed_recving)
 
 
 def _handshake_begins(
@@ -303,6 +297,7 @@ SCHEDULER: Hooks = (
 )
 WORKER: Hooks = (
     (before, "start_load_kv", _start_load_kv),
+    (after, "get_transfer_results", _transfer_results),
     (before, "_nixl_handshake", _handshake_begins),
     (after, "_nixl_handshake", _handshake_ended),
     (before, "_log_failure", _log_failure),
@@ -324,11 +319,3 @@ def put(target: type, hooks: Hooks) -> list[str]:
         return []
     target._kvctl_observed = True  # type: ignore[attr-defined]
     return [f"{target.__name__}.{method}" for place, method, hook in hooks if not place(target, method, hook)]
-
-
-def put_results(target: type) -> list[str]:
-    """Puts the hook of what has ended on a worker half: releases before 0.32 have another method for it."""
-    for method in ("get_transfer_results", "get_finished"):
-        if after(target, method, _transfer_results):
-            return []
-    return [f"{target.__name__}.get_transfer_results"]

@@ -77,7 +77,6 @@ def observe(connector: Any) -> None:
         agent = worker.nixl_wrapper
         setattr(agent, WATCH, getattr(worker, WATCH))
         if "_kvctl_observed" not in vars(type(worker)):
-            missing += hooks.put_results(type(worker))
             after(type(worker), "register_kv_caches", _registered)
             before(type(worker), "shutdown", _stop)
         missing += hooks.put(type(worker), (*hooks.WORKER, *(hooks.PUSH if push else hooks.PULL)))
