@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ import yaml
 
 from kvctl_agent.contract.config import KEYS_BY_NAME, TOOL_VARIABLES
 from tests.support.charts import render, which
+from tests.support.polling import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 FILES = sorted(path for path in EXAMPLES.glob("*/*.yaml") if path.name != "kustomization.yaml")
@@ -199,13 +199,6 @@ class Pod:
         return out
 
 
-def wait(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
-
-
 @pytest.fixture
 def pods(tmp_path: Path, socket_dir: Path) -> Iterator[dict[str, Pod]]:
     """Two prefill ranks and a decode rank, at addresses of their own of this host."""
@@ -248,9 +241,9 @@ def _free(ip: str) -> bool:
 
 def test_the_synthetic_fleet_runs_drains_and_ends(pods: dict[str, Pod], tmp_path: Path) -> None:
     for name, pod in pods.items():
-        wait(partial(pod.answers, "startupProbe"), f"{name} is alive")
+        until(partial(pod.answers, "startupProbe"), f"{name} is alive", within_s=WAIT_S)
     for name, pod in pods.items():
-        wait(partial(pod.answers, "readinessProbe"), f"{name} is ready")
+        until(partial(pod.answers, "readinessProbe"), f"{name} is ready", within_s=WAIT_S)
     decode = pods["decode-x"]
     url = f"http://{decode.ip}:9400/metrics"
 
@@ -259,7 +252,7 @@ def test_the_synthetic_fleet_runs_drains_and_ends(pods: dict[str, Pod], tmp_path
             text = answer.read().decode()
         return bool(re.search(r'kvctl_rooms_finished_total\{.*host="node-decode-x".*result="Success".*\} [1-9]', text))
 
-    wait(done, "a room has succeeded")
+    until(done, "a room has succeeded", within_s=WAIT_S)
     command = [Path(sys.executable).parent / "kvctl", "-e", f"tcp://{decode.ip}:7311", "status", "-o", "json"]
     keys = {"XDG_CONFIG_HOME": str(tmp_path), "KVCTL_SERVER_KEY": str(tmp_path / "kvctl" / "keys" / "fleet.pub")}
     asked = subprocess.run(command, env={**os.environ, **keys}, capture_output=True, text=True, timeout=60)

@@ -14,58 +14,12 @@ from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.protocol import bootstrap_registry as registry
 from kvctl_agent.protocol import codec
-from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.security import unix_router
 from kvctl_agent.telemetry import records as rec
 from kvctl_agent.telemetry.region import LEAST_LOG_BYTES, Cell, Header, RegionWriter, log_offset
+from tests.support.protocol.example_messages import EVERY, TAG
 
-VERSION = msg.PROTOCOL_VERSION
-
-_TAG = Tag(PartKind.KV, 7, 2**64 - 1, 1001, 3, PartKey(1, 2, 0, 32)).pack()
-_WHO = msg.PeerInfo(
-    "decode-0",
-    "decode",
-    [0, 0, 0, 1],
-    [1, 1, 1, 2],
-    1,
-    {"page_size": 16, "cp_mode": "rank0"},
-    {"num_pages": 64, "slots": [1, 2, 3]},
-    "nixl",
-    b"\0metadata",
-    "host",
-    4242,
-    1 << 40,
-    64 << 20,
-    stages=[3, 1],
-    shared=[msg.SharedMemory(1 << 40, 64 << 20, "ipc", b"\0" * 64, "GPU-1")],
-    dtypes={"kv": "bfloat16"},
-)
-MESSAGES: tuple[msg.Message, ...] = (
-    msg.Hello(VERSION, _WHO),
-    msg.HelloAck(VERSION, _WHO, 7, ["page_size 64 ≠ 32"]),
-    msg.Heartbeat(1, 2, 3, [4, 5, 6]),
-    msg.RoomOpen(2**64 - 1, 2**63, b"\1\0\0\0", 0, 1, {"prefill.tp": 2, "cp_mode": "rank0"}, 3, [b"\1\0\0\0", b""]),
-    msg.RoomOpen(3, 2, b"", 0, 1, {}, tokens=7, digest=2**64 - 1),
-    msg.RoomKept(1, 2, 3),
-    msg.RoomAccepted(1, 2),
-    msg.RoomRefused(1, 2, "prefill-0", "CODE", 3, "text"),
-    msg.StagingRequest(1, 2, [msg.PartSpec(0, 0, 32, 512)]),
-    msg.StagingGrants(1, 2, [msg.Grant(0, 0, 32, 1, 0, 512, 0)], [0, 0, 0]),
-    msg.StagingRefused(1, 2, 0, 0, 32, 512, 256),
-    msg.StagingRevoke(1, 2, 0, 0, 32, 9),
-    msg.StagingRevoked(1, 2, 9),
-    msg.TooLate(1, 2, 9),
-    msg.Watermark(1, 2, 3),
-    msg.PartReady(1, 2, [_TAG]),
-    msg.PartAck(1, 2, [_TAG]),
-    msg.RoomDone(1, 2),
-    msg.RoomFailed(1, 2, "decode-0", "CODE", 3, "text"),
-    msg.Ack(1, 2, "room-done"),
-    msg.RoomAbort(1, 2, "decode-0", "CODE", 3, "text"),
-    msg.RoomDrained(1, 2),
-    msg.Bye(True),
-)
 _RANK = registry.Rank("prefill-0", "tcp://127.0.0.1:7000", 1, [0, 0, 0, 0], [1, 1, 1, 2])
 _ANSWER = registry.Roster([_RANK], 2, "1 of 2 prefill ranks registered, missing tp=1")
 _LENGTHS = [(32).to_bytes(4, "little") + b"t" * 32, (4096).to_bytes(4, "little"), b"\xff" * 4]
@@ -130,8 +84,8 @@ _OF_ROOM = {"room": 7, "nonce": 1000}  # that the machines of the target have
 
 SEEDS: dict[str, list[bytes]] = {
     "control": [
-        codec.encode(9, MESSAGES),
-        *(codec.encode(7, [message]) for message in MESSAGES),
+        codec.encode(9, EVERY),
+        *(codec.encode(7, [message]) for message in EVERY),
         codec.MAGIC + bytes(8) + msgspec.msgpack.encode([{"t": "no-such-message"}, {"t": "bye", "drained": True}]),
         codec.MAGIC + bytes(8) + b"\xdd\xff\xff\xff\xff",
         codec.MAGIC + bytes(8) + b"\x91" * 2000,
@@ -140,10 +94,10 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "machine": [
         codec.encode(7, [msgspec.structs.replace(message, **_OF_ROOM) if hasattr(message, "room") else message])
-        for message in MESSAGES
+        for message in EVERY
     ],
     "tag": [
-        _TAG,
+        TAG,
         Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0)).pack(),
         Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0), row=b"row").pack(),
     ],

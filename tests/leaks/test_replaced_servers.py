@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvctl_agent import Agent, Rank, RoomState
+from tests.support.polling import until
 from tests.support.server import CONFIG, Server, pool
 
 WAIT_S = 60.0
@@ -43,13 +44,6 @@ def serve(decode: Agent) -> Iterator[Callable[[str], Server]]:
         yield start
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(0.02)
-
-
 def served(decode: Agent, server: Server, room: int) -> None:
     receive = decode.receive(room, [3], prefill=server.endpoint)
     server.say(str(room))
@@ -57,7 +51,11 @@ def served(decode: Agent, server: Server, room: int) -> None:
 
 
 def forgotten(decode: Agent) -> None:
-    until(lambda: not (decode.machine.instances or decode.machine.peers), "decode has forgotten all servers")
+    until(
+        lambda: not (decode.machine.instances or decode.machine.peers),
+        "decode has forgotten all servers",
+        within_s=WAIT_S,
+    )
 
 
 def descriptors() -> int:
@@ -77,7 +75,7 @@ def test_servers_that_are_replaced_under_new_names(decode: Agent, serve: Callabl
             time.sleep(0.5)  # UCX closes connections at leisure
             first = descriptors()
     forgotten(decode)
-    until(lambda: descriptors() <= first + SLACK, f"no more than {first + SLACK} descriptors are open")
+    until(lambda: descriptors() <= first + SLACK, f"no more than {first + SLACK} descriptors are open", within_s=WAIT_S)
     assert not decode.parts.control_channel.sockets()
     assert not decode.parts.control._registries.sockets()
     assert decode.telemetry.metrics.total("kvctl_peers_forgotten_total") == SERVERS
@@ -90,13 +88,13 @@ def test_a_frozen_server_that_is_forgotten_gives_its_memory_back_and_serves_agai
     served(decode, server, 1)
     receive = decode.receive(2, [4], prefill=server.endpoint)
     server.say("2 claim")
-    until(lambda: receive.state is RoomState.WAITING_FOR_INPUT, "the room is open")
+    until(lambda: receive.state is RoomState.WAITING_FOR_INPUT, "the room is open", within_s=WAIT_S)
     server.process.send_signal(signal.SIGSTOP)
-    until(lambda: not decode.machine.instances, "decode has forgotten the instance")
+    until(lambda: not decode.machine.instances, "decode has forgotten the instance", within_s=WAIT_S)
     assert (receive.state, receive.released) == (RoomState.FAILED, False)
     assert [row["needed"] for row in decode.observe.peers()] == [False]
     server.process.send_signal(signal.SIGCONT)
-    until(lambda: receive.released, "the server has drained")
+    until(lambda: receive.released, "the server has drained", within_s=WAIT_S)
     forgotten(decode)
     served(decode, server, 3)
 
@@ -108,7 +106,9 @@ def test_dead_servers_that_requests_name_are_given_up(decode: Agent, serve: Call
     rooms = [decode.receive(100 + number, [], prefill=f"tcp://127.0.9.{number}:9") for number in range(DEAD)]
     served(decode, server, 2)
     assert {room.wait(WAIT_S) for room in rooms} == {RoomState.FAILED}
-    until(lambda: decode.machine.instances == (server.endpoint,), "decode has forgotten the dead servers")
-    until(lambda: descriptors() < before + DEAD // 2, "their descriptors are closed")
+    until(
+        lambda: decode.machine.instances == (server.endpoint,), "decode has forgotten the dead servers", within_s=WAIT_S
+    )
+    until(lambda: descriptors() < before + DEAD // 2, "their descriptors are closed", within_s=WAIT_S)
     assert len(decode.parts.control_channel.sockets()) == 1
     served(decode, server, 3)

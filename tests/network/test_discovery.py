@@ -13,6 +13,7 @@ import pytest
 
 from tests.network.conftest import ASKS, PATIENCE_S, PLACE, SPARE, Site
 from tests.network.fleet import ADMIN_PORT, REGISTRY_PORT
+from tests.support.polling import until
 
 EVERY = pytest.mark.parametrize("site", ["nixl", "nixl ipv6"], indirect=True, scope="module")
 pytestmark = pytest.mark.skipif(shutil.which("dnsmasq") is None, reason="not installed: dnsmasq (Debian: dnsmasq-base)")
@@ -39,10 +40,7 @@ class Resolver:
             ),
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        deadline = time.monotonic() + PATIENCE_S
-        while not (folder / "pid").exists():
-            assert time.monotonic() < deadline, "dnsmasq does not run"
-            time.sleep(0.01)
+        until(lambda: (folder / "pid").exists(), "dnsmasq does not run", PATIENCE_S)
         (folder / "resolv.conf").write_text(f"nameserver {self.address}\nsearch {ZONE}\n")
         site.network[ASKS].run("mount", "--bind", f"{folder}/resolv.conf", "/etc/resolv.conf")
 

@@ -18,7 +18,8 @@ from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.observer.link import ObserverLink, new_region
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.hub import Telemetry
-from tests.support.observers import observer_pid, until
+from tests.support.observers import observer_pid
+from tests.support.polling import until
 
 Connect = Callable[..., Any]  # a Client of tests.support.admin_client
 

@@ -6,10 +6,7 @@ import contextlib
 import os
 import select
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kvctl_agent.contract.admin import LOCK_SUFFIX, OBSERVER_SOCKET
 
@@ -38,12 +35,3 @@ def end_observer(directory: Path, number: int = signal.SIGTERM) -> None:
             assert select.select([descriptor], [], [], END_S)[0], f"observer {pid} has not ended"
         finally:
             os.close(descriptor)
-
-
-def until(found: Callable[[], Any], what: str, within_s: float = 60) -> Any:
-    """Waits until `found` returns something, and returns it."""
-    deadline = time.monotonic() + within_s
-    while not (value := found()):
-        assert time.monotonic() < deadline, f"no {what} within {within_s:g} s"
-        time.sleep(0.005)
-    return value

@@ -17,6 +17,7 @@ import orjson
 import pytest
 
 from docs.json_schema import document_conflicts
+from tests.support.polling import until
 
 TINY = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--tokens", "40", "--rooms", "6"]
 # Minutes of simulated compute, so that there is time to interfere.
@@ -76,13 +77,6 @@ def ranks_of(directory: Path) -> list[int]:
 def pid_of(directory: Path, name: str) -> int:
     """The process of a rank, once it holds its name and moves rooms."""
     return int((directory / f"{name}.lock").read_text())
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition never came true"
-        time.sleep(0.02)
 
 
 def running(bench: subprocess.Popen[str]) -> None:
@@ -350,7 +344,7 @@ def test_interrupting_prints_what_there_is_and_leaves_nothing(spawn: Run):
 
 def test_interrupting_before_anything_was_measured_prints_nothing(spawn: Run, socket_directory: Path):
     bench = spawn(*LOOPBACK, *TINY)
-    wait_for(lambda: ranks_of(socket_directory))
+    until(lambda: ranks_of(socket_directory))
     bench.send_signal(signal.SIGINT)
     code, out, err = finish(bench)
     assert (code, out, err.strip()) == (130, "", "")
@@ -361,7 +355,7 @@ def test_killing_the_bench_takes_the_ranks_and_their_files_along(spawn: Run, soc
     bench = spawn(*LOOPBACK, *TWO_TO_TWO, *LONG, "-v")
     running(bench)
     bench.kill()
-    wait_for(lambda: not ranks_of(socket_directory))
+    until(lambda: not ranks_of(socket_directory))
 
 
 def test_two_of_them_share_the_machine(spawn: Run):

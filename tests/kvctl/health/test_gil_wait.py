@@ -19,6 +19,7 @@ from kvctl_agent.telemetry.region import Cell
 from tests.kvctl.health.fleets import Fleet
 from tests.support.agents import Fleet as Agents
 from tests.support.agents import MakeFleet, make_fleet
+from tests.support.polling import until
 
 __all__ = ["make_fleet"]
 
@@ -46,10 +47,10 @@ def measure(fleet: Agents) -> None:
     for _ in range(2):  # the first window began before the call
         for agent in agents:
             agent.telemetry.region.cells[Cell.INTERPRETER_WAIT_NS] = -1
-        deadline = time.monotonic() + 60
-        while any(agent.telemetry.region.cells[Cell.INTERPRETER_WAIT_NS] < 0 for agent in agents):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(
+            lambda: not any(agent.telemetry.region.cells[Cell.INTERPRETER_WAIT_NS] < 0 for agent in agents),
+            pause_s=0.05,
+        )
 
 
 def findings() -> list[Finding]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,17 +17,9 @@ from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.protocol.events import Answered, Drain, Event
 from kvctl_agent.runtime.control_loop import OperatorRequests
 from tests.support.agents import mute
+from tests.support.polling import until
 
 PATIENCE_S = 60  # for what takes milliseconds on a quiet machine
-
-
-def until(what: Callable[[], Any]) -> Any:
-    """The first thing that is true, before patience ends."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := what()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
 
 
 class Desk:

@@ -23,6 +23,7 @@ from kvctl_agent.observer.observed_rank import ObservedRank
 from kvctl_agent.observer.process_facts import process_facts
 from kvctl_agent.telemetry.region import Document, MemoryReader
 from tests.support.folded import region_of
+from tests.support.polling import until
 
 S = 1_000_000_000
 KINDS: dict[Document, Any] = {
@@ -37,13 +38,6 @@ OF_ROLE: dict[str, dict[Document, Any]] = {
     "prefill": {Document.STAGING: Rows[GatedPart], Document.COSTS: Rows[PeerCost]},
     "decode": {Document.STAGING: Ring},
 }
-
-
-def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def asked(agent: Any) -> RegionDocuments:

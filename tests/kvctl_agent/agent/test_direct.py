@@ -6,7 +6,6 @@ Ranks in processes of their own need a real device: the stand-in can map nothing
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -17,15 +16,9 @@ from kvctl_agent.errors import ConfigError, DeviceError
 from kvctl_agent.memory.region import Region
 from kvctl_agent.protocol.messages import MAX_SHARED
 from tests.support.host_device import HostDevice
+from tests.support.polling import until
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
-
-
-def wait(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -104,7 +97,7 @@ def test_layer_groups_go_one_by_one(fleet: Any) -> None:
 def test_auto_measures_and_then_weighs(make_fleet: Any, devices: Any) -> None:
     fleet = make_fleet(prefill=(1, 1), path="auto", device=devices, staging_ring_mb=1).start()
     chooser = fleet.prefill[0].parts.chooser
-    wait(lambda: chooser.model is not None)
+    until(lambda: chooser.model is not None)
     assert chooser.model.direct.us_per_part > 0
     assert "direct" in fleet.events("calibration")[0]
     assert devices["prefill"].prepared, "kernels were compiled before the first part"
@@ -196,10 +189,10 @@ class TestLifetime:
         writer = fleet.prefill[0]
         gate = Gate(writer)
         room = fleet.feed(fleet.claim(fleet.receive(fleet.room(1, 8))))
-        wait(lambda: gate.begun)
+        until(lambda: gate.begun)
         fleet.decode[0].close(1.0)
-        wait(lambda: room.sends[0].error)
-        wait(lambda: not writer.parts.connections.reaches("decode-0"))
+        until(lambda: room.sends[0].error)
+        until(lambda: not writer.parts.connections.reaches("decode-0"))
         (mapping,) = devices["prefill"].mappings
         assert writer.parts.machine.rooms, "its pages are held as long as they are read"
         assert not mapping.closed
@@ -212,17 +205,17 @@ class TestLifetime:
         writer = fleet.prefill[0]
         gate = Gate(writer)
         lost = fleet.feed(fleet.claim(fleet.receive(fleet.room(1, 8))))
-        wait(lambda: gate.begun)
+        until(lambda: gate.begun)
         fleet.decode.pop().close(1.0)
-        wait(lambda: lost.sends[0].error)
+        until(lambda: lost.sends[0].error)
         fleet.decode.append(fleet.decode_agent(0).start())
         fleet.decode[0].wait_ready(60)
-        wait(lambda: writer.parts.connections.reaches("decode-0"))
+        until(lambda: writer.parts.connections.reaches("decode-0"))
         old, new = devices["prefill"].mappings
         assert not old.closed
         gate.open.set()
         fleet.run(2, 8)
-        wait(lambda: old.closed)
+        until(lambda: old.closed)
         fleet.settle()
         fleet.check()
         assert not new.closed

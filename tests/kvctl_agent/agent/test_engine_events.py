@@ -13,6 +13,7 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, DeviceError, LocalProtocolError
 from tests.support.host_device import JUNK, HostDevice, HostEvent
+from tests.support.polling import until
 
 NEVER = 1 << 60
 SUCCESS, FAILED = {RoomState.SUCCESS}, {RoomState.FAILED}
@@ -120,10 +121,7 @@ def test_a_forward_that_does_not_end_has_a_deadline(make_fleet: Any, devices: An
     assert room.wait() == FAILED
     assert {error["code"] for error in room.errors()} <= {"KV_ROOM_STUCK_TRANSFER", "KV_ROOM_STUCK_WAITING"}
     fleet.settle()
-    deadline = time.monotonic() + 60
-    while fleet.prefill[0].parts.event_poller.waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: not fleet.prefill[0].parts.event_poller.waiting)
 
 
 def test_close_does_not_wait_for_forwards(make_fleet: Any, devices: Any) -> None:

@@ -30,15 +30,9 @@ from kvctl_agent.memory.pool import DraftKV, GroupTensors, StateTensors
 from kvctl_agent.parts import AgentParts
 from tests.support.agents import mute
 from tests.support.folded import folded
+from tests.support.polling import until
 
 FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
-
-
-def wait(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
 
 
 BOTH = pytest.mark.parametrize("transport", ["nixl", "loopback"])
@@ -58,7 +52,7 @@ class TestAbort:
                 send.prefetch()
                 send.pages(room.src[:9])
         if moment == "gated":
-            wait(lambda: fleet.held())
+            until(lambda: fleet.held())
         victim = room.sends[0] if side == "prefill" else room.receives["decode-1"]
         victim.abort("client went away")
         assert room.wait(60) == FAILED
@@ -115,9 +109,9 @@ class TestAbort:
         assert busy.wait(60)
         room = fleet.feed(fleet.claim(fleet.receive(fleet.room(2, 8))))
         (receive,) = room.receives.values()
-        wait(lambda: fleet.prefill[0].parts.transfers._queue)
+        until(lambda: fleet.prefill[0].parts.transfers._queue)
         receive.abort("enough")
-        wait(lambda: receive.state is RoomState.FAILED)
+        until(lambda: receive.state is RoomState.FAILED)
         assert receive.wait(0.1) is RoomState.FAILED
         assert not receive.released
         assert not room.sends[0].sent
@@ -267,7 +261,7 @@ class TestReady:
         fleet.prefill = [fleet.prefill_agent(number).start() for number in (0, 3)]
         for agent in fleet.prefill:
             agent.wait_ready(60)
-        wait(lambda: fleet.decode[0].waiting_for() == "2 of 4 prefill ranks registered, missing tp=1,2")
+        until(lambda: fleet.decode[0].waiting_for() == "2 of 4 prefill ranks registered, missing tp=1,2")
         with pytest.raises(DeadlineExceeded, match="2 of 4 prefill ranks registered, missing tp=1,2"):
             fleet.decode[0].wait_ready(0.05)
         assert fleet.decode[0].observe.status()["waiting_for"] == "2 of 4 prefill ranks registered, missing tp=1,2"
@@ -497,7 +491,7 @@ class TestClose:
         for room in rooms[::2]:
             for send in room.sends:
                 send.pages(room.src[:2])
-        wait(lambda: all(send.state > RoomState.BOOTSTRAPPING for room in rooms for send in room.sends))
+        until(lambda: all(send.state > RoomState.BOOTSTRAPPING for room in rooms for send in room.sends))
         agent = fleet.prefill[1] if side == "prefill" else fleet.decode[0]
         since = time.monotonic()
         agent.close(30)
@@ -517,7 +511,7 @@ class TestClose:
         fleet = make_fleet(transport, prefill=(1, 1)).start()
         agent, other = (fleet.prefill[0], fleet.decode[0]) if side == "prefill" else (fleet.decode[0], fleet.prefill[0])
         agent.close(4)
-        wait(lambda: other.parts.machine.peers[agent.name].state == "lost")
+        until(lambda: other.parts.machine.peers[agent.name].state == "lost")
         assert other.parts.machine.peers[agent.name].proven_dead
         assert "it was closed" in other.parts.machine.peers[agent.name].last_error
 
@@ -627,7 +621,7 @@ class TestCalibration:
         fleet.run(1, 4)
         assert chooser.model is None
         fleet.set_path("auto")
-        wait(lambda: chooser.model is not None)
+        until(lambda: chooser.model is not None)
         first = chooser.model
         fleet.set_path("auto")
         fleet.run(2, 4)
@@ -640,7 +634,7 @@ class TestCalibration:
         fleet = make_fleet(prefill=(1, 1), path="auto").start()
         agent = fleet.prefill[0]
         fleet.run(1, 4)
-        wait(lambda: agent.parts.chooser.model is not None)
+        until(lambda: agent.parts.chooser.model is not None)
         held: list[Any] = []
         while (buffer := agent.parts.buffers.acquire(f"peer-{len(held)}")) is not None:
             buffer.span.array[:] = 0x5A

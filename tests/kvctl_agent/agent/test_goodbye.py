@@ -15,13 +15,7 @@ import pytest
 from kvctl_agent import Agent, KVPool, Rank, RoomState
 from kvctl_agent.runtime.handles import Receive, Send
 from kvctl_agent.transport.base import Write
-
-
-def wait(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
+from tests.support.polling import until
 
 
 class _Endless:
@@ -53,7 +47,7 @@ def flying(make_fleet: Any) -> Any:
     room = fleet.claim(fleet.receive(fleet.room(7, 3)))
     room.sends[0].pages(room.src, last=True)
     room.sends[0].finish()
-    wait(lambda: writes)
+    until(lambda: writes)
     yield fleet, room, writes
     for each in writes:
         each.over = True
@@ -63,10 +57,10 @@ def test_with_a_write_in_flight_the_goodbye_is_no_proof_and_the_reader_keeps_its
     fleet, room, _ = flying
     (receive,) = room.receives.values()
     fleet.prefill[0].close(1.0)
-    wait(lambda: receive.state is RoomState.FAILED)
+    until(lambda: receive.state is RoomState.FAILED)
     machine = fleet.decode[0].parts.machine
     peer = machine.peers[fleet.prefill[0].name]
-    wait(lambda: peer.state == "lost")
+    until(lambda: peer.state == "lost")
     assert not peer.proven_dead, "it said that it had drained"
     assert not receive.released
     assert machine.quarantined_bytes > 0
@@ -76,11 +70,11 @@ def test_without_one_the_goodbye_is_proof(make_fleet: Any) -> None:
     fleet = make_fleet(prefill=(1, 1)).start()
     room = fleet.claim(fleet.receive(fleet.room(7, 3)))
     (receive,) = room.receives.values()
-    wait(lambda: room.sends[0].state > RoomState.BOOTSTRAPPING)
+    until(lambda: room.sends[0].state > RoomState.BOOTSTRAPPING)
     fleet.prefill[0].close(5.0)
-    wait(lambda: receive.released)
+    until(lambda: receive.released)
     peer = fleet.decode[0].parts.machine.peers[fleet.prefill[0].name]
-    wait(lambda: peer.state == "lost")
+    until(lambda: peer.state == "lost")
     assert peer.proven_dead
     assert fleet.decode[0].parts.machine.quarantined_bytes == 0
 
@@ -111,7 +105,7 @@ def test_memory_that_a_thread_may_still_touch_is_kept_and_nobody_is_told_that_it
         agent.close(1.0)
         assert threads[0].is_alive()
         assert not memory._memory._closed, "it was freed under the thread"
-        wait(lambda: other.parts.machine.peers[agent.name].state == "lost")
+        until(lambda: other.parts.machine.peers[agent.name].state == "lost")
         assert not other.parts.machine.peers[agent.name].proven_dead
     finally:
         leave.set()

@@ -9,6 +9,7 @@ import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, LocalProtocolError
+from tests.support.polling import until
 
 
 def decode_alone(fleet: Any, bootstrap: Any = None) -> Any:
@@ -102,10 +103,7 @@ def test_an_instance_that_is_not_there_leaves_the_others_usable(make_fleet: Any,
     fleet = make_fleet(prefill=(1, 1)).start()
     decode, absent = fleet.decode[0], f"ipc://{short_directory}/boot"
     decode.connect(absent)
-    deadline = time.monotonic() + 60
-    while len(decode.observe.bootstrap()) < 2:
-        assert time.monotonic() < deadline, "the registry is not looked up"
-        time.sleep(0.01)
+    until(lambda: len(decode.observe.bootstrap()) >= 2, "the registry is not looked up")
     assert decode.waiting_for() == f"no answer from the registry at {absent}"
     assert decode.serving() == [fleet.bootstrap]
     assert decode.observe.status()["not_ready"] is None

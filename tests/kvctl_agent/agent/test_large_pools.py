@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from kvctl_agent import Agent, KVPool, Rank
 from kvctl_agent.contract.states import RoomState
+from tests.support.polling import until
 
 LAYERS, HEADS, DIM = 2, 2, 64
 PATHS = ("slice", "bulk", "staged", "auto")
@@ -100,10 +100,8 @@ def test_a_room_of_one_token_costs_its_rows_whatever_the_size_of_the_pools(
     try:
         assert answer() == "ready"
         prefill.wait_ready(WAIT_S)
-        deadline = time.monotonic() + WAIT_S
-        while prefill.parts.chooser.model is None:  # reads rows from all over the pool: up to 50 MiB of page tables
-            assert time.monotonic() < deadline, "the connection is not measured"
-            time.sleep(0.01)
+        # This reads rows from all over the pool: up to 50 MiB of page tables.
+        until(lambda: prefill.parts.chooser.model is not None, "the connection is not measured", WAIT_S)
         before, random = resident_kib(), np.random.default_rng(1)
         for room, path in enumerate(PATHS, 1):
             prefill.parts.chooser.path = path

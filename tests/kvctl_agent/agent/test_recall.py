@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from tests.support.agents import POISON, Model
 from tests.support.host_device import JUNK, HostDevice
+from tests.support.polling import until
 
 SUCCESS, FAILED = {RoomState.SUCCESS}, {RoomState.FAILED}
 NEVER = 1 << 60
@@ -36,13 +36,6 @@ def move(fleet: Any, room: Any) -> np.ndarray:
             block[other] = block[room.src]
             block[room.src] = JUNK
     return other
-
-
-def wait(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
 
 
 def finish(fleet: Any, room: Any, pages: np.ndarray) -> None:
@@ -129,7 +122,7 @@ class TestPrefill:
         fleet = make_fleet(prefill=(1, 1), decode=(1, 1), path="slice").start()
         room = fleet.claim(fleet.receive(fleet.room(1, 4)))
         (send,) = room.sends
-        wait(lambda: send.state is RoomState.WAITING_FOR_INPUT)
+        until(lambda: send.state is RoomState.WAITING_FOR_INPUT)
         send.recall()
         assert send.wait_recalled(60)
 
@@ -144,7 +137,7 @@ class TestPrefill:
         assert receive.wait(60) is RoomState.FAILED
         assert show()["peers"] == []
         fleet.receive(room)
-        wait(lambda: show()["peers"] == ["decode-0"])
+        until(lambda: show()["peers"] == ["decode-0"])
         assert show()["nonce"] != "0"
         finish(fleet, room, room.src)
         assert room.wait() == SUCCESS, room.errors()
@@ -216,9 +209,9 @@ class TestDecode:
         fleet.feed(room)
         (receive,) = room.receives.values()
         transfers = fleet.prefill[0].machine.rooms[1].transfers
-        wait(lambda: "decode-0" in transfers and transfers["decode-0"].in_flight)
+        until(lambda: "decode-0" in transfers and transfers["decode-0"].in_flight)
         receive.recall()
-        wait(lambda: transfers["decode-0"].recalled is not None)
+        until(lambda: transfers["decode-0"].recalled is not None)
         gate.set()  # the parts are dropped, and not sent before the recall arrives
         assert receive.wait(60) is RoomState.FAILED
         assert (receive.error["rank"], receive.error["code"]) == ("decode-0", "RECALLED")
@@ -266,7 +259,7 @@ class TestDeadlines:
     def test_renew_reaches_the_ranks_of_the_instance(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 2), decode=(1, 1)).start()
         room = fleet.feed(fleet.claim(fleet.room(1, 4)))
-        wait(lambda: all(agent.machine.knows(1) for agent in fleet.prefill))
+        until(lambda: all(agent.machine.knows(1) for agent in fleet.prefill))
         held = [agent.machine.rooms[1] for agent in fleet.prefill]
         deadline = time.monotonic() + 60
         before = [each.since_ns for each in held]

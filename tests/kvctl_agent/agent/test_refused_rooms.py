@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from kvctl_agent import Agent, KVGroup, KVPool, ModelShape, Rank, RoomState, StateShape, local_shards
 from kvctl_agent.errors import LocalProtocolError
+from tests.support.polling import until
 
 PAGE_SIZE, WHY = 4, "the client went away"
 SHAPES = {
@@ -57,13 +57,6 @@ def start(socket_dir: Path, no_leaks: None) -> Iterator[Start]:
             return made["prefill"], made["decode"]
 
         yield agents
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("model", SHAPES)

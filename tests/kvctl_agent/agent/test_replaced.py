@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.polling import until
+
 ROOMS, WAITING, LATER = [*range(20)], [*range(20, 24)], [*range(100, 140)]
 
 Rank = Any  # a rank_process.py
@@ -23,13 +25,6 @@ Launch = Callable[..., Rank]
 @pytest.fixture(autouse=True)
 def no_leaks() -> None:
     """Everything here is in processes of its own."""
-
-
-def until(true: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, f"{what} did not come to pass within {timeout:g} s"
-        time.sleep(0.05)
 
 
 def states(rank: Rank, rooms: list[int], timeout: float = 60.0) -> dict[int, Any]:
@@ -160,9 +155,9 @@ def test_a_prefill_instance_that_restarts_at_another_registry(make_cluster: Any,
     assert {room["error"]["code"] for room in failed} == {"KV_PEER_LOST"}
     assert (decode.ask("serving"), decode.ask("waiting")) == ([successor], None)
     assert decode.ask("peers") == {"prefill-0": "ready", "prefill-1": "ready"}
-    deadline = time.monotonic() + 60
-    while not all(room["released"] for room in decode.ask("wait", rooms=open_rooms, timeout=0)["rooms"].values()):
-        assert time.monotonic() < deadline, "the processes have ended, so nothing of them is in flight"
-        time.sleep(0.02)
+    until(
+        lambda: all(room["released"] for room in decode.ask("wait", rooms=open_rooms, timeout=0)["rooms"].values()),
+        "the processes have ended, so nothing of them is in flight",
+    )
     assert decode.ask("quarantined") == 0
     Path(former.removeprefix("ipc://")).unlink()  # of the killed ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -12,15 +11,9 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import DeadlineExceeded, LocalProtocolError, MemoryLayoutError
 from kvctl_agent.layout.parallel import ParallelConfig
 from tests.support.observers import end_observer, observer_pid
+from tests.support.polling import until
 
 ASLEEP = "its engine has unregistered its memory"
-
-
-def wait(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
 
 
 def new_pool(fleet: Any, agent: Any) -> Any:
@@ -54,13 +47,13 @@ def test_memory_goes_and_comes_back(make_fleet: Any, transport: str, role: str, 
         assert agent.stats()["rooms_finished_total"] == {"Success": 1, "Failed": 0}
         with pytest.raises(LocalProtocolError, match=rf"{agent.name} \({role}, unregistered\) takes no {role} rooms"):
             agent.send(2) if role == "prefill" else agent.receive(2, [0])
-    wait(lambda: not any(other.stats()["peers"].get("ready") for other in others))
+    until(lambda: not any(other.stats()["peers"].get("ready") for other in others))
     for agent in agents:
         agent.register(new_pool(fleet, agent) if moved else None)
     assert all(agent.incarnation > old for agent, old in zip(agents, before, strict=True))
     for agent in [*agents, *others]:
         agent.wait_ready(60)
-    wait(lambda: all(agent.stats()["peers"] == {"ready": len(others)} for agent in agents))
+    until(lambda: all(agent.stats()["peers"] == {"ready": len(others)} for agent in agents))
     fleet.run(2, 8, aux=2)
     fleet.check()
     fleet.settle()
@@ -73,7 +66,7 @@ def test_a_room_in_flight_is_named_and_the_agent_goes_on(make_fleet: Any, role: 
     fleet = make_fleet(prefill=(1, 1)).start()
     agent = (fleet.prefill if role == "prefill" else fleet.decode)[0]
     room = fleet.claim(fleet.receive(fleet.room(7, 4)))
-    wait(lambda: room.sends[0].state is RoomState.WAITING_FOR_INPUT)
+    until(lambda: room.sends[0].state is RoomState.WAITING_FOR_INPUT)
     with pytest.raises(DeadlineExceeded, match=r"memory cannot be given back, rooms still in flight after 0\.05 s: 7"):
         agent.unregister(0.05)
     assert (agent.accepting, agent.waiting_for()) == (True, None)
@@ -92,7 +85,7 @@ def test_a_room_that_only_decode_has_opened_fails_with_the_cause(make_fleet: Any
     fleet = make_fleet(prefill=(1, 1)).start()
     room = fleet.receive(fleet.room(7, 4))
     (receive,) = room.receives.values()
-    wait(lambda: receive.state is RoomState.WAITING_FOR_INPUT)
+    until(lambda: receive.state is RoomState.WAITING_FOR_INPUT)
     fleet.prefill[0].unregister(60)
     assert receive.wait(60) is RoomState.FAILED
     assert receive.error["code"] == "ABORTED"
@@ -127,7 +120,7 @@ def test_the_observer_may_be_replaced_while_there_is_no_control_loop(
     assert decode.admin._wake_agent is None  # closed: its number may be in use again
     before = observer_pid(directory)
     end_observer(directory, signal.SIGKILL)
-    wait(lambda: observer_pid(directory) not in (None, before) and decode.admin._connection is not None)
+    until(lambda: observer_pid(directory) not in (None, before) and decode.admin._connection is not None)
     decode.register()
     decode.wait_ready(60)
     assert decode.admin.observer == "process"

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
 
 import pytest
 
 from kvctl_agent.contract.addresses import AddressError, parse_listening
 from kvctl_agent.host import http_server
 from kvctl_agent.host.http_server import Answer, Page, PageServer, text_answer
+from tests.support.polling import until
 
 
 def hello() -> Answer:
@@ -104,7 +104,7 @@ def test_clients_of_one_page_share_its_answer_and_a_slow_page_keeps_nobody_out()
         for _ in range(64):
             idle.enter_context(socket.create_connection(port_of(server)))
         assert get(server, "/hello") == (200, "hello")
-        wait_for(lambda: sum(client.waits for client in server._clients.values()) == 65, "all wait")
+        until(lambda: sum(client.waits for client in server._clients.values()) == 65, "all wait")
         done.set()
         assert first.result() == (200, "0")
         assert {each.result() for each in others} == {(200, "1")}
@@ -122,7 +122,7 @@ def test_clients_beyond_the_limit_wait_in_the_queue_while_all_others_wait_for_an
 
     with serving(slow=slow) as server, ThreadPoolExecutor(12) as clients:
         answers = [clients.submit(get, server, "/slow") for _ in range(12)]
-        wait_for(lambda: sum(client.waits for client in server._clients.values()) == 4, "four wait")
+        until(lambda: sum(client.waits for client in server._clients.values()) == 4, "four wait")
         done.set()
         assert [each.result() for each in answers] == [(200, "done")] * 12
 
@@ -144,7 +144,7 @@ def test_requests_that_are_too_long_or_malformed(sent: bytes, status: bytes) -> 
         client.settimeout(60)
         client.sendall(sent)
         assert client.recv(100).startswith(b"HTTP/1.0 " + status)
-        wait_for(lambda: not server._clients, "the connection is closed")
+        until(lambda: not server._clients, "the connection is closed")
 
 
 def test_a_flood_of_large_requests_shuts_nobody_out() -> None:
@@ -229,8 +229,8 @@ def test_a_client_that_does_not_read_is_disconnected_too(monkeypatch: pytest.Mon
 
     with serving(large=large) as server, socket.create_connection(port_of(server)) as client:
         client.sendall(b"GET /large HTTP/1.0\r\n\r\n")
-        wait_for(lambda: server._clients, "the client is accepted")
-        wait_for(lambda: not server._clients, "the client is disconnected")
+        until(lambda: server._clients, "the client is accepted")
+        until(lambda: not server._clients, "the client is disconnected")
 
 
 def test_a_client_that_never_ends_does_not_delay_the_close() -> None:
@@ -271,10 +271,3 @@ def test_an_ipv6_address_is_in_brackets() -> None:
     with serving("[::1]:0") as server:
         assert server.url.startswith("http://[::1]:")
         assert get(server, "/hello") == (200, "hello")
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)

@@ -26,7 +26,8 @@ from tests.support.observed_workers import (
     observer,
     served,
 )
-from tests.support.observers import end_observer, until
+from tests.support.observers import end_observer
+from tests.support.polling import until
 
 __all__ = ["directory", "elsewhere", "linked"]
 

@@ -10,7 +10,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvctl_agent.observer.documents import Identity, State
 from kvctl_agent.observer.probes import liveness, probe_page, readiness
 from kvctl_agent.observer.process_facts import ProcessFacts
 from kvctl_agent.telemetry.region import FIRST_COUNTER, Cell
+from tests.support.polling import until
 
 RUNNING = State("running", accepting=True)
 LOOP = "[+]control-loop ok: last turn "
@@ -37,13 +37,6 @@ def fetch(url: str, timeout_s: float = 60) -> tuple[int, list[str]]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode().splitlines()
-
-
-def wait(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -82,7 +75,7 @@ def test_an_agent_without_its_registry_is_alive_and_not_ready(make_fleet: Any) -
     fleet = make_fleet("loopback", prefill=(1, 1), decode=(1, 1), metrics_endpoint="127.0.0.1:0").start()
     (prefill,), (decode,) = fleet.prefill, fleet.decode
     prefill.close()
-    wait(lambda: get(decode, "readyz")[0] == 503, "the decode rank is not ready without its prefill rank")
+    until(lambda: get(decode, "readyz")[0] == 503, "the decode rank is not ready without its prefill rank")
     _, lines = get(decode, "readyz")
     assert lines[0].startswith("[-]peers failed: 0 of 1 prefill instances connected; ")
     status, lines = get(decode, "livez")
@@ -173,10 +166,10 @@ def test_a_blocked_loop_is_noticed(fleet: Any, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(decode.parts.control, "_handle", stuck)
     try:
-        wait(lambda: get(decode, "livez")[0] == 503, "livez fails")
+        until(lambda: get(decode, "livez")[0] == 503, "livez fails")
     finally:
         goes_on.set()
-    wait(lambda: get(decode, "livez")[0] == 200, "livez passes again")
+    until(lambda: get(decode, "livez")[0] == 200, "livez passes again")
 
 
 def test_an_agent_whose_memory_the_engine_has_is_alive_and_not_ready(fleet: Any) -> None:

@@ -43,7 +43,8 @@ from tests.support.observed_workers import (
     reachable,
     served,
 )
-from tests.support.observers import end_observer, observer_pid, until
+from tests.support.observers import end_observer, observer_pid
+from tests.support.polling import until
 
 __all__ = ["directory", "elsewhere", "linked"]
 

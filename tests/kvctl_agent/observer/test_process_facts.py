@@ -8,24 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kvctl_agent.observer import process_facts as facts
 from kvctl_agent.observer.process_facts import ProcessFacts, end_status, open_process, process_facts, why_ended
 from kvctl_agent.telemetry.region import START_FIELD, Header, stat_fields
+from tests.support.polling import until
 
 HEADER = Header.of_this_process("decode", "decode-0")
 UNKNOWN = ProcessFacts()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.002)
 
 
 class Process:

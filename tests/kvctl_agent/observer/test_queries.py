@@ -15,6 +15,7 @@ from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
 from kvctl_agent.contract.states import STAGES, STATE_LABELS, RoomState
 from kvctl_agent.layout.layer_grouping import ForwardInfo
+from tests.support.polling import until
 
 # What each command answers; `stacks` and the others that the server answers itself included.
 ANSWERS: dict[str, Any] = {
@@ -349,10 +350,11 @@ class TestNumbersAddUp:
                 assert value(name) == 0
 
     def test_peers(self, done: Any, connect: Any) -> None:
-        deadline = time.monotonic() + 60
-        while ask(connect, done.prefill[0], "peers")[0]["rtt_ns"] is None:
-            assert time.monotonic() < deadline, "heartbeats carry no round trip"
-            time.sleep(0.1)
+        until(
+            lambda: ask(connect, done.prefill[0], "peers")[0]["rtt_ns"] is not None,
+            "heartbeats carry no round trip",
+            pause_s=0.1,
+        )
         (reader,) = ask(connect, done.prefill[0], "peers")
         assert (reader["peer"], reader["role"], reader["state"]) == ("decode-0", "decode", "ready")
         assert reader["incarnation"] == ask(connect, done.decode[0], "hello")["incarnation"]
@@ -435,10 +437,7 @@ class TestGated:
         return fleet, rooms
 
     def until_granted(self, fleet: Any, rooms: int) -> None:
-        deadline = time.monotonic() + 60
-        while fleet.decode[0].observe.staging()["ring"]["granted_total"] < rooms * 2 * 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: fleet.decode[0].observe.staging()["ring"]["granted_total"] >= rooms * 2 * 2)
 
     def test_the_rings_allocations(self, full: Any, connect: Any) -> None:
         fleet, _ = full

@@ -6,7 +6,8 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.peer import PeerState
-from tests.support.protocol.simulation import SECOND, Instance, World, registry
+from tests.support.protocol.moments import pass_time
+from tests.support.protocol.simulation import Instance, World, registry
 
 
 def replace(world: World, life: int) -> tuple[str, ...]:
@@ -17,12 +18,6 @@ def replace(world: World, life: int) -> tuple[str, ...]:
         world.feed("decode-0", ev.PeerDead(name, peer.incarnation, "process has ended"))
     world.feed("decode-0", ev.RosterKnown(registry(0), names))
     return names
-
-
-def pass_time(world: World, seconds: int) -> None:
-    for _ in range(seconds):
-        world.tick(SECOND)
-        world.flush()
 
 
 def test_a_lost_rank_that_left_its_roster_is_forgotten() -> None:

@@ -13,17 +13,12 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from tests.support.folded import folded
+from tests.support.protocol.moments import pass_time
 from tests.support.protocol.simulation import SECOND, TIMING, Instance, World, registry
 
 LOST_S, KEPT_S = TIMING.lost_ns // SECOND, TIMING.bootstrap_ns // SECOND
 NAMED = Instance(ParallelConfig(tp=2), introduced=False)  # only requests name it
 RANKS = ("p1-prefill-0", "p1-prefill-1")
-
-
-def pass_time(world: World, seconds: int) -> None:
-    for _ in range(seconds):
-        world.tick(SECOND)
-        world.flush()
 
 
 def served(**options: Any) -> World:

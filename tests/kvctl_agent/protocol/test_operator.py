@@ -14,7 +14,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.ring import RegionState
 from tests.support.folded import folded
-from tests.support.protocol.moments import asked, compute, granted, run_until
+from tests.support.protocol.moments import asked, compute, granted, pass_time, run_until
 from tests.support.protocol.scenarios import open_and_compute
 from tests.support.protocol.simulation import SECOND, TIMING, UNIT, Broken, Instance, World, direct, mixed
 
@@ -36,12 +36,6 @@ def release(world: World, **of: Any) -> ev.Answered:
 def serial(world: World) -> int:
     (allocation,) = world.d().state.grant_table.allocations()
     return allocation.region.serial
-
-
-def pass_time(world: World, seconds: int) -> None:
-    for _ in range(seconds):
-        world.tick(SECOND)
-        world.flush()
 
 
 def begun() -> World:

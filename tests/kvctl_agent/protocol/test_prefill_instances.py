@@ -15,6 +15,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
+from tests.support.protocol.moments import pass_time
 from tests.support.protocol.simulation import SECOND, TIMING, Instance, World, direct, registry
 
 DEEP = ModelShape(4, 2, 32, 32, 2)
@@ -26,12 +27,6 @@ def two(other: Instance | None = None, **options: object) -> World:
     world = World(ParallelConfig(tp=2), ParallelConfig(), others=[second], **{"shape": DEEP, **options})  # type: ignore[arg-type]
     world.connect()
     return world
-
-
-def pass_time(world: World, seconds: int) -> None:
-    for _ in range(seconds):
-        world.tick(SECOND)
-        world.flush()
 
 
 def test_instances_of_different_layouts_serve_one_decode_instance_at_once() -> None:

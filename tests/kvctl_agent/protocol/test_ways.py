@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -31,6 +30,7 @@ from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.folded import folded
+from tests.support.polling import until
 from tests.support.protocol.moments import (
     asked,
     compute,
@@ -314,10 +314,7 @@ def served(
     decode.connect("prefill-0", endpoint)
     decode.queue("prefill-0", msg.Bye(drained=True))
     decode.flush()
-    deadline = time.monotonic() + 60
-    while not list(prefill.receive(prefill.sockets())):
-        assert time.monotonic() < deadline, "decode-0 was not heard"
-        time.sleep(0.001)
+    until(lambda: list(prefill.receive(prefill.sockets())), "decode-0 was not heard")
     yield prefill, decode
     prefill.close()
     decode.close()

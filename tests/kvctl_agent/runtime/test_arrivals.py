@@ -37,6 +37,7 @@ from tests.support.driven_task import DrivenTask
 from tests.support.folded import folded
 from tests.support.host_device import HostDevice, at
 from tests.support.numpy_copier import NumpyCopier, gather_piece
+from tests.support.polling import until
 
 AtBest = Callable[[Callable[[], float], float], None]
 SHAPE = ModelShape(num_layers=4, num_kv_heads=4, k_dim=8, v_dim=6, dtype_bytes=2)
@@ -178,10 +179,7 @@ def test_a_copy_that_does_not_end_is_told_of(rig: Rig, telemetry: Telemetry, mon
     assert telemetry.region.cells[Cell.ARRIVAL_TURN_NS] == turn_ns  # it makes no turn meanwhile
     go_on.set()
     assert rig.report().serial == 21
-    deadline = time.monotonic() + 60
-    while telemetry.region.cells[Cell.COPYING_SINCE_NS]:
-        assert time.monotonic() < deadline, "the copy was not taken for ended within 60 s"
-        time.sleep(0.01)
+    until(lambda: not telemetry.region.cells[Cell.COPYING_SINCE_NS], "the copy was not taken for ended within 60 s")
 
 
 @pytest.mark.parametrize("garbage", [b"x", bytes(49), TAG.pack() + b"!"])
@@ -461,10 +459,7 @@ class TestOnADevice:
         self, telemetry: Telemetry, device: HostDevice
     ) -> None:
         with running(Rig(telemetry, device, compile_checksums=True)):
-            deadline = time.monotonic() + 60
-            while len(device.prepared_sums) < len(device.prepared) or not device.prepared:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            until(lambda: not (len(device.prepared_sums) < len(device.prepared) or not device.prepared))
         assert {geometry.reversed() for geometry in device.prepared_sums} == {*device.prepared}
 
     def test_close_waits_for_what_was_begun(self, telemetry: Telemetry, device: HostDevice) -> None:
@@ -485,10 +480,7 @@ def test_an_engine_that_fails_to_answer_is_recorded_and_asked_again(
     rig: Rig, telemetry: Telemetry, error: Exception
 ) -> None:
     rig.tags.error = error
-    deadline = time.monotonic() + 60
-    while not telemetry.metrics.total("kvctl_transport_errors_total"):
-        assert time.monotonic() < deadline, "the error is not counted"
-        time.sleep(0.001)
+    until(lambda: telemetry.metrics.total("kvctl_transport_errors_total"), "the error is not counted")
     rig.tags.waiting, rig.tags.error = [TAG.pack()], None
     assert isinstance(rig.report(), Arrived)
     texts = {row["text"] for row in folded(telemetry).recorder.since(None, 1000)["events"]}

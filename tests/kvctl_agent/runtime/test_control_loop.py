@@ -31,6 +31,7 @@ from kvctl_agent.runtime.waiting import InputWait
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.region import Cell, Document
 from tests.support.folded import folded
+from tests.support.polling import until
 
 Context = zmq.Context[zmq.Socket[bytes]]
 AtBest = Callable[[Callable[[], float], float], None]
@@ -189,13 +190,6 @@ def rig(zmq_context: Context, telemetry: Telemetry, directory: Path) -> Iterator
     yield rig
     assert rig.loop.close(60)
     rig.mailbox.close()
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
 
 
 def changed(room: int) -> ev.StateChanged:

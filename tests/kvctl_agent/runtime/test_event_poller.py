@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from kvctl_agent.runtime.event_poller import EventPoller
 from kvctl_agent.runtime.handles import PoolLimits, Receive, Send
 from tests.support.driven_task import DrivenTask
 from tests.support.host_device import HostDevice, HostEvent
+from tests.support.polling import until
 from tests.support.regions import REGION
 
 BOUNDS = PoolLimits(
@@ -33,15 +34,8 @@ class Posted(list[Any]):
             self.append(event)
 
     def wait(self, count: int) -> list[Any]:
-        wait_for(lambda: len(self) >= count)
+        until(lambda: len(self) >= count)
         return list(self)
-
-
-def wait_for(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 @pytest.fixture
@@ -229,7 +223,7 @@ class TestEnds:
         send.pages([1], event=device.engine_event(slow=NEVER))
         assert forwards.waiting == 1
         send.change_state(RoomState.FAILED, None)
-        wait_for(lambda: forwards.waiting == 0)
+        until(lambda: forwards.waiting == 0)
 
     def test_its_number_may_be_another_rooms_by_then(
         self, forwards: EventPoller, posted: Posted, device: HostDevice
@@ -364,7 +358,7 @@ class TestWrongCalls:
         send.change_state(RoomState.SUCCESS, None)
         send.pages([1], last=True, event=device.engine_event(slow=NEVER))
         send.finish()
-        wait_for(lambda: forwards.waiting == 0)
+        until(lambda: forwards.waiting == 0)
         assert posted == []
 
 
@@ -410,7 +404,7 @@ def test_many_rooms_in_any_order(forwards: EventPoller, device: HostDevice) -> N
             end(event)
     for thread in engines:
         thread.join()
-    wait_for(lambda: forwards.waiting == 0)
+    until(lambda: forwards.waiting == 0)
     for send, sent, aborted in made:
         said: list[Any] = [event for room, event in mailbox if room is send and not isinstance(event, ev.Launched)]
         pages = [each.pages.tolist()[0] for each in said if isinstance(each, ev.SendPages)]

@@ -26,6 +26,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.transfers import Transfers
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.driven_task import DrivenTask
+from tests.support.polling import until
 
 AtBest = Callable[[Callable[[], float], float], None]
 NONE = np.empty(0, np.int32)
@@ -502,10 +503,7 @@ class StandInChecksums:
         return self
 
     def await_begun(self) -> None:
-        deadline = time.monotonic() + 60
-        while not self.begun:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: self.begun)
 
     def done(self) -> bool:
         if self.error is not None:

@@ -25,6 +25,13 @@ def asked(pages: int = 2, *, ring: int = 4, prefill: ParallelConfig | None = Non
     return world
 
 
+def pass_time(world: World, seconds: int) -> None:
+    """Lets seconds pass, with a tick of every machine in each, and delivers everything."""
+    for _ in range(seconds):
+        world.tick(SECOND)
+        world.flush()
+
+
 def granted(world: World) -> msg.StagingGrants:
     """Answers the staging request in a world from `asked`, and returns the grants, which are not delivered."""
     (request,) = said(world, "decode-0")

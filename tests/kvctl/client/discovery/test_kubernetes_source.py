@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvctl.client.keys import NO_KEYS
 from kvctl.errors import CliError
 from tests.support.admin_server import AdminServer
 from tests.support.kubernetes_api import KubernetesApi, pod
+from tests.support.polling import until
 
 URL = "kubernetes://serving/app=kvctl"
 FORWARD = f"{URL}?via=port-forward"
@@ -337,8 +338,8 @@ def test_agents_of_pods_are_asked_through_the_api(
     threads = threading.active_count()
     outcome = kvctl("-e", FORWARD, "agents", "-o", "json")
     assert (outcome.code, outcome.err, names(outcome)) == (0, "", ["decode-0", "prefill-0"])
-    wait(lambda: not api.forwards, "the port-forwards are closed")
-    wait(lambda: threading.active_count() <= threads, "no thread of a port-forward is left")
+    until(lambda: not api.forwards, "the port-forwards are closed")
+    until(lambda: threading.active_count() <= threads, "no thread of a port-forward is left")
 
 
 def test_relays_at_other_ports_are_the_same_agents(
@@ -381,10 +382,10 @@ def test_port_forwards_are_kept_and_follow_the_pods(api: KubernetesApi, agents: 
         assert addresses(source.find(time.monotonic_ns() + 30_000_000_000)) == first
         api.pods = api.pods[:1]
         assert addresses(source.find(time.monotonic_ns() + 30_000_000_000)) == {"prefill-0": first["prefill-0"]}
-        wait(lambda: api.forwards == 1, "the port-forward of the pod that has gone is closed")
+        until(lambda: api.forwards == 1, "the port-forward of the pod that has gone is closed")
     finally:
         source.close()
-    wait(lambda: not api.forwards, "all port-forwards are closed")
+    until(lambda: not api.forwards, "all port-forwards are closed")
 
 
 def test_a_client_connects_again_after_the_api_server_has_dropped_the_connection(
@@ -431,10 +432,3 @@ def test_who_may_not_port_forward_is_told_how_to_check_it(api: KubernetesApi) ->
     (fault,) = find(FORWARD).faults
     assert fault.code == "not-permitted"
     assert "kubectl auth can-i get pods/portforward -n serving" in fault.message
-
-
-def wait(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)

@@ -17,6 +17,7 @@ from kvctl.client.discovery.source import MAX_AGENTS, AgentSources, Found, Sourc
 from kvctl.client.endpoints import discover, endpoint_of
 from kvctl.client.keys import NO_KEYS
 from kvctl.errors import CliError
+from tests.support.polling import until
 from tests.support.process_end import wait_for_end
 
 S = 1_000_000_000
@@ -176,10 +177,7 @@ def test_no_command_is_left_when_kvctl_ends_before_it(tmp_path: Path) -> None:
     url = f"exec:echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 1000"
     waiting = threading.Thread(target=sources.find, args=([url],))
     waiting.start()
-    deadline = time.monotonic() + 60
-    while not pid.exists():
-        assert time.monotonic() < deadline, "the command was not started"
-        time.sleep(0.01)
+    until(lambda: pid.exists(), "the command was not started")
     sources.close()
     waiting.join(60)
     assert not waiting.is_alive()

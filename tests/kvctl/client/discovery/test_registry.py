@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvctl.errors import CliError
 from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.host.keys import KeyPair, secret_text
 from kvctl_agent.protocol import bootstrap_registry as registry
+from tests.support.polling import until
 
 S = 1_000_000_000
 ELSEWHERE = "node-7"
@@ -33,14 +34,6 @@ ELSEWHERE = "node-7"
 
 def pair() -> KeyPair:
     return KeyPair(*(z85.decode(half) for half in zmq.curve_keypair()))
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-    return value
 
 
 def find(url: str, keys: KeyNames = NO_KEYS, timeout_s: float = 60.0) -> Found:
@@ -94,7 +87,7 @@ def listed(url: str, names: KeyNames = NO_KEYS) -> Found:
         found = find(url, names)
         return found if {each.name for each in found.endpoints} == NAMES else None
 
-    return wait_until(look, "the registry does not list all ranks")
+    return until(look, "the registry does not list all ranks")
 
 
 def test_a_context_of_a_registry_is_all_it_takes(remote: Any, keys: Keys, kvctl: Any) -> None:
@@ -123,7 +116,7 @@ def test_a_client_may_ask_for_the_list_and_nothing_else(remote: Any, keys: Keys,
         thief = registry.Rank("prefill-0", "tcp://127.0.0.1:1", 1 << 62, [0, 0, 0, 0], [1, 1, 1, 2])
         for request in (registry.Register(thief), registry.Lookup("decode-7")):
             socket.send(registry.encode(request))
-        wait_until(
+        until(
             lambda: first.telemetry.metrics.total("kvctl_connections_refused_total") == 2, "the client is not refused"
         )
         socket.send_multipart([b"KVA1", b"1", b'{"cmd": "drain"}'])
@@ -167,7 +160,7 @@ class LateFanout(Fanout):
                 return error.errno == zmq.EHOSTUNREACH
             return False
 
-        wait_until(closed, "the connection is not closed")
+        until(closed, "the connection is not closed")
         return route
 
 
@@ -202,7 +195,7 @@ def test_agents_of_another_host_without_an_endpoint_are_named_with_the_remedy(ma
     fleet = make_fleet(host=ELSEWHERE)
     fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
     fleet.start()
-    found = wait_until(lambda: each if len((each := find(url_of(fleet))).faults) == 3 else None, "not all are listed")
+    found = until(lambda: each if len((each := find(url_of(fleet))).faults) == 3 else None, "not all are listed")
     assert found.endpoints == ()
     assert {fault.agent for fault in found.faults} == NAMES
     assert all("has only a Unix socket, on host node-7: set admin_endpoint" in fault.message for fault in found.faults)
@@ -262,7 +255,7 @@ def test_agents_of_before_are_served_and_named_as_too_old(make_fleet: Any, wire:
         assert socket.poll(60_000)
         roster = registry.decode_roster(socket.recv())
         assert not roster.refused
-    found = wait_until(lambda: each if (each := find(url_of(fleet))).endpoints else None, "prefill-0 is not listed")
+    found = until(lambda: each if (each := find(url_of(fleet))).endpoints else None, "prefill-0 is not listed")
     assert [each.name for each in found.endpoints] == ["prefill-0"]
     assert {fault.agent for fault in found.faults} == {"prefill-1", "decode-0"}
     assert all("its agent is too old (update it)" in fault.message for fault in found.faults)
@@ -357,14 +350,14 @@ def test_a_decode_rank_that_leaves_has_vanished_until_it_comes_back(
         with Fleet([url], {}, 60 * S, keys.names) as fleet:
             return fleet.survey()
 
-    assert wait_until(lambda: len(survey().agents) == 3, "not all agents answer")
+    assert until(lambda: len(survey().agents) == 3, "not all agents answer")
     for _ in range(2):
         remote.decode.pop().close()
-        gone = wait_until(lambda: survey().discovery.vanished, "the rank that has left is not shown as vanished")
+        gone = until(lambda: survey().discovery.vanished, "the rank that has left is not shown as vanished")
         assert [(each.endpoint.name, each.host) for each in gone] == [("decode-0", ELSEWHERE)]
         assert {agent.name for agent in survey().agents} == {"prefill-0", "prefill-1"}
         remote.decode.append(remote.decode_agent(0).start())
-        back = wait_until(lambda: len((seen := survey()).agents) == 3 and seen, "the rank that came back is not shown")
+        back = until(lambda: len((seen := survey()).agents) == 3 and seen, "the rank that came back is not shown")
         assert back.discovery.vanished == []
 
 
@@ -384,7 +377,7 @@ def test_a_decode_rank_whose_engine_sleeps_has_not_vanished(
             (reply,) = fanout.ask([(endpoint_of(remote.bootstrap), Call("agents"))], 60 * S)
         return any(row["name"] == decode.name and row["heard_ns"] > S for row in reply.data)
 
-    wait_until(silent, "the registry still hears from the decode rank")
+    until(silent, "the registry still hears from the decode rank")
     with Fleet([url], {}, 60 * S, keys.names) as fleet:
         survey = fleet.survey()
     assert {agent.name for agent in survey.agents} == NAMES
@@ -438,7 +431,7 @@ def test_the_ranks_are_asked_while_their_registry_is_down(remote: Any, keys: Key
     url = url_of(remote)
     listed(url, keys.names)
     with Fleet([url], {}, 60 * S, keys.names) as fleet:
-        assert wait_until(lambda: len(fleet.survey().agents) == 3, "not all agents answer")
+        assert until(lambda: len(fleet.survey().agents) == 3, "not all agents answer")
     remote.prefill[0].close()
     for _ in range(2):  # also by a later call of kvctl
         with Fleet([url], {}, 60 * S, keys.names) as fleet:
@@ -484,7 +477,7 @@ def test_a_decode_rank_of_several_instances_is_known_to_each_and_asked_once(make
     first.start()
     second.prefill.append(second.prefill_agent(0, name="other-prefill-0").start())
     first.decode[0].connect(second.bootstrap)
-    wait_until(lambda: len(first.decode[0].serving()) == 2, "the decode rank does not serve both instances")
+    until(lambda: len(first.decode[0].serving()) == 2, "the decode rank does not serve both instances")
     urls = [url_of(fleet) for fleet in (first, second)]
     for url, names in zip(urls, ({"prefill-0", "decode-0"}, {"other-prefill-0", "decode-0"}), strict=True):
         assert {each.name for each in find(url, keys.names).endpoints} == names

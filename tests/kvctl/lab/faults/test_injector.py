@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_fault
+from tests.support.polling import until
 
 
 def fates(seed: int, name: str = "decode-0", spec: str = "control-loss=30%", other: str | None = None) -> list[bool]:
@@ -64,10 +63,7 @@ def test_clear_ends_all_but_not_the_counts() -> None:
 def test_a_fault_ends_by_itself() -> None:
     faults = FaultInjector("decode-0")
     faults.set(parse_fault("notify-loss=100%"), seconds=0.02)
-    deadline = time.monotonic() + 60
-    while faults.should_fire("notify-loss"):
-        assert time.monotonic() < deadline, "the fault does not end"
-        time.sleep(0.005)
+    until(lambda: not faults.should_fire("notify-loss"), "the fault does not end")
     assert faults.active() == []
 
 

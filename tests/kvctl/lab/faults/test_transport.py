@@ -16,6 +16,7 @@ from kvctl_agent.memory.region import Region
 from kvctl_agent.runtime.waiting import DescriptorWait
 from kvctl_agent.transport.base import Arrival, Write
 from kvctl_agent.transport.registry import open_transport
+from tests.support.polling import until
 
 BYTES = 4096
 
@@ -113,10 +114,7 @@ def test_a_doubtful_write_to_a_peer_that_has_gone_is_over(pair: Pair) -> None:
     pair.faults["writer"].set(parse_fault("write-doubt=100%"))
     write = pair.write()
     pair.ends["writer"].disconnect("reader")
-    deadline = time.monotonic() + 60
-    while not write.release():
-        assert time.monotonic() < deadline, "the write is never let go"
-        time.sleep(0.005)
+    until(lambda: write.release(), "the write is never let go")
     assert not pair.landed
 
 

@@ -17,6 +17,7 @@ import pytest
 from kvctl.lab.ranks.group import RankDied, RankFailed, RankGroup, RankOverdue
 from kvctl.lab.ranks.messages import Stop, Verify
 from kvctl_agent.contract.admin import region_directory
+from tests.support.polling import until
 
 Start = Callable[..., None]
 AtBest = Callable[[Callable[[], float], float], None]
@@ -51,7 +52,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_last_words(group: RankGroup,
     start("decode-1", "print('first line'); print('out of cheese', flush=True); lines.readline(); time.sleep(60)")
     group.processes["prefill-0"].send(ASK)
     victim = group.processes["decode-1"]
-    wait_for(lambda: victim.read_output() or "cheese" in victim.last_output)
+    until(lambda: victim.read_output() or "cheese" in victim.last_output)
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(RankDied) as caught:
         group.ask({"prefill-0": ASK, "decode-1": ASK}, LONG_S, "run of staged, lot 1 of 2")
@@ -95,7 +96,7 @@ def test_a_kill_is_the_cause_though_another_rank_complains_first(
 def test_a_silent_rank_misses_the_deadline_with_what_it_was_doing(group: RankGroup, start: Start):
     start("a")
     start("b", "say('progress', doing='waiting for its peers'); time.sleep(60)")
-    wait_for(lambda: group.processes["b"].read() or group.processes["b"].doing)
+    until(lambda: group.processes["b"].read() or group.processes["b"].doing)
     group.ask({"a": ASK}, LONG_S, "start")
     with pytest.raises(RankOverdue) as caught:
         group.ask({"a": ASK, "b": ASK}, 2.0, "start")
@@ -107,7 +108,7 @@ def test_a_flood_of_output_neither_blocks_nor_is_kept(group: RankGroup, start: S
                "for i in range(300_000): print('flood', i)\n"
                "sys.stdout.flush(); answer(b'{\"do\": \"verify\"}')\ntime.sleep(60)")  # fmt: skip
     group.ask({"a": ASK}, LONG_S, "flood")
-    wait_for(lambda: group.processes["a"].read_output() or "flood 299999" in group.processes["a"].last_output)
+    until(lambda: group.processes["a"].read_output() or "flood 299999" in group.processes["a"].last_output)
     assert len(group.processes["a"].last_output) <= 2000
 
 
@@ -202,7 +203,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path):
         pids = [int(word) for word in parent.stdout.readline().split()]
         time.sleep(0.5)
         parent.kill()
-    wait_for(lambda: all(gone(pid) for pid in pids))
+    until(lambda: all(gone(pid) for pid in pids))
 
 
 def test_a_command_larger_than_the_sockets_buffer_arrives_whole(group: RankGroup, start: Start):
@@ -217,14 +218,7 @@ def test_a_rank_that_reads_nothing_blocks_nobody(group: RankGroup, start: Start)
         group.processes["a"].send(Verify("x" * (4 << 20)))
     assert group.poll(0.0) == []
     group.processes["a"].signal(signal.SIGKILL)
-    wait_for(lambda: [event.kind for event in group.poll(0.1)] == ["exited"])
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition never came true"
-        time.sleep(0.01)
+    until(lambda: [event.kind for event in group.poll(0.1)] == ["exited"])
 
 
 def test_what_killed_ranks_left_is_removed_at_the_end(socket_directory: Path) -> None:
