@@ -56,6 +56,7 @@ NOT_HERE = {
     ("check",),
     ("health",),
     ("doctor",),
+    ("logs",),
     ("wait",),
     ("drain",),
     ("resume",),

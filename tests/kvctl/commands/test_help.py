@@ -37,7 +37,7 @@ ALL = commands()
 EXAMPLES = [(path, line) for path, command in {(): cli, **ALL}.items() for _, line in command.examples]
 every = pytest.mark.parametrize("path", ALL, ids=" ".join)
 # They start fleets, need a terminal, wait, or change agents; they are tested elsewhere.
-NOT_RUN = {"top", "bench", "tune", "demo", "mcp", "wait", "drain", "resume", "replay", "key", "context"}
+NOT_RUN = {"top", "bench", "tune", "demo", "mcp", "wait", "drain", "resume", "replay", "key", "context", "logs"}
 ACTS = {("rooms", "abort"), ("staging", "release"), ("config", "set"), ("peers", "probe"), ("peers", "forget")}
 
 
@@ -99,7 +99,7 @@ def test_examples_that_read_show_something(
     ran = 0
     for path, line in EXAMPLES:
         words = words_of(line)
-        alive = not any("tcp://" in word or word in {"-w", "--for", "--http"} for word in words)
+        alive = not any("tcp://" in word or word in {"-w", "--for", "--http", "--url"} for word in words)
         if path[:1] in {(name,) for name in NOT_RUN} or path in ACTS or not alive or words[0] in NOT_RUN:
             continue
         replaced = [

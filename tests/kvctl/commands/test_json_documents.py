@@ -30,7 +30,7 @@ version; stacks; record {file}; replay {file}; debug bundle {bundle}; debug bund
 drain prefill-0 -y; status; agents; check ready; doctor; resume prefill-0 -y; rooms abort {room} -y; rooms failed
 rooms failed --by cause
 staging release decode-0:1 -y; context ls; key new {key}; demo --list-faults; bench --plan
-agents -e nobody
+agents -e nobody; logs {log}
 """
 
 
@@ -63,7 +63,12 @@ def test_every_document_is_as_documented(
 ) -> None:
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
     assert kvctl("context", "add", "prod", "-e", "tcp://a:7000").code == 0
-    names = {"file": tmp_path / "x.kvrec", "bundle": tmp_path / "x.tar.zst", "key": tmp_path / "x.key"}
+    names = {
+        "file": tmp_path / "x.kvrec",
+        "bundle": tmp_path / "x.tar.zst",
+        "key": tmp_path / "x.key",
+        "log": Path(__file__).parents[1] / "logs" / "lines.toml",
+    }
     text = COMMANDS.replace("\n", ";").format(room=stuck_room(kvctl), **names)
     commands = [command.split() for command in text.split(";") if command.strip()]
     commands.sort(key=lambda words: "--from" in words)  # after the recording

@@ -1,0 +1,1 @@
+"""Known failures in the logs of engines: the table of `signatures`, and `scan`, which searches files for them."""

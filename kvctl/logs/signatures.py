@@ -1,0 +1,49 @@
+"""The table of known failures, signatures.toml."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from kvctl.health.finding import Severity
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One known failure.
+
+    Attributes:
+        code: its name.
+        engine: program that writes the line.
+        pattern: what the line contains; matches within one line.
+        cause: most likely cause.
+        next: next step.
+        report: URL of a public report, or the source file of the message.
+    """
+
+    code: str
+    engine: str
+    severity: Severity
+    pattern: re.Pattern[bytes]
+    cause: str
+    next: str
+    report: str
+
+
+@cache
+def signatures() -> tuple[Signature, ...]:
+    """Returns all known failures, in the order of the table."""
+    rows = tomllib.loads(files(__package__).joinpath("signatures.toml").read_text())["signature"]
+    return tuple(
+        Signature(
+            **{
+                **row,
+                "severity": Severity[row["severity"].upper()],
+                "pattern": re.compile(row["pattern"].encode()),
+            }
+        )
+        for row in rows
+    )
