@@ -1,10 +1,10 @@
-"""Exports one OpenTelemetry span per room and rank over OTLP; the spans of a room form one trace.
+"""Exports one OpenTelemetry span per room and rank over OTLP, with a child for each phase; a room's form one trace.
 
-Trace id and root span id are derived from the room's number and nonce, which both ends know, so that no ids need to be
-exchanged. The span of the decode rank is the root, those of the prefill ranks are its children. If the engine passed a
-W3C traceparent, the rank's span is a child of that one instead, and is not exported if that one is not sampled. The
-fold only appends finished rooms to a bounded queue; a separate thread creates the spans, and OpenTelemetry sends them
-in batches.
+The trace id is derived from the room's number, so that no ids need to be exchanged. The spans of decode ranks, whose
+ids are derived from number and nonce, are roots; those of prefill ranks are children of the first one. If the engine
+passed a W3C traceparent, the rank's span is a child of that one instead, and is not exported if that one is not
+sampled. The fold only appends finished rooms to a bounded queue; a separate thread creates the spans, and OpenTelemetry
+sends them in batches.
 """
 
 from __future__ import annotations
@@ -117,6 +117,9 @@ class RoomSpans:
         span = self._tracer.start_span(
             f"kv {self._role}", context, start_time=clock.wall_ns(record.opened_at), attributes=attributes(record)
         )
+        for name, begin, end in phases(record, self._role):
+            child = self._tracer.start_span(name, trace.set_span_in_context(span), start_time=clock.wall_ns(begin))
+            child.end(clock.wall_ns(end))
         for event in record.events[:_EVENTS]:
             about = {"writer": event.writer, "chunk": event.chunk, "peer": event.peer, "path": event.path or None}
             known = {key: value for key, value in about.items() if value is not None}
@@ -144,10 +147,43 @@ def attributes(record: FoldedRoom) -> dict[str, Any]:
     }
 
 
+def phases(record: FoldedRoom, role: Role) -> list[tuple[str, int, int]]:
+    """Returns the phases of a room on this rank that are known: name, monotonic begin and end; they may overlap.
+
+    On a prefill rank: the wait for the forward (`kv queue`), the forward, from the first computed part until the last
+    one may be written (`kv gate`), and from the first part that may be written until the last one is (`kv wire`). On a
+    decode rank: the wait for the first part, and from its arrival until the last one has arrived (`kv arrive`) and
+    until the last one is in its pages (`kv scatter`).
+    """
+    times: dict[str, list[int]] = {}
+    # A full timeline lacks its latest events, so the ends of the stages are unknown.
+    for event in record.events if not record.events_dropped else ():
+        times.setdefault(event.stage, []).append(event.at_ns)
+    first = {stage: min(each) for stage, each in times.items()}
+    last = {stage: max(each) for stage, each in times.items()}
+    if role == "prefill":
+        forward = record.forward_begun_at
+        found = [
+            ("kv queue", record.opened_at, record.first_ready_at if forward is None else forward),
+            ("kv forward", forward, record.forward_done_at),
+            ("kv gate", first.get("ready"), last.get("gate")),
+            ("kv wire", first.get("gate", first.get("queue")), last.get("wire")),
+        ]
+    else:
+        arrived = first.get("arrive")
+        found = [
+            ("kv wait", record.opened_at, arrived),
+            ("kv arrive", arrived, last.get("arrive")),
+            ("kv scatter", arrived, last.get("scatter")),
+        ]
+    return [(name, begin, end) for name, begin, end in found if begin is not None and end is not None and begin <= end]
+
+
 def trace_ids(room: int, nonce: int) -> tuple[int, int]:
-    """Returns the trace id (128 bits) and the root span id (64 bits) of a room."""
-    checksum = hashlib.blake2b(f"{room}/{nonce}".encode(), digest_size=24).digest()
-    return int.from_bytes(checksum[:16]) or 1, int.from_bytes(checksum[16:]) or 1
+    """Returns the trace id of a room (128 bits), and the span id of the decode rank that has this nonce (64 bits)."""
+    trace_id = hashlib.blake2b(str(room).encode(), digest_size=16).digest()
+    span_id = hashlib.blake2b(f"{room}/{nonce}".encode(), digest_size=8).digest()
+    return int.from_bytes(trace_id) or 1, int.from_bytes(span_id) or 1
 
 
 def _ids() -> Any:

@@ -1,4 +1,7 @@
-"""Id of a request, and length and digest of its prompt, which both ends compare; SGLang gives senders only the room."""
+"""Id and trace context of a request, and length and digest of its prompt, which both ends compare.
+
+SGLang gives senders only the room.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ _EMBEDDED = ("multimodal_inputs", "input_embeds", "positional_embed_overrides") 
 
 
 class Prompt(NamedTuple):
-    """Length of a prompt and its `prompt_digest`, None if unknown, and the id of its request."""
+    """Length of a prompt and its `prompt_digest`, None if unknown; id and W3C trace context of its request."""
 
     tokens: int | None = None
     digest: int | None = None
     request_id: str = ""
+    traceparent: str = ""
 
 
 UNKNOWN = Prompt()
@@ -51,7 +55,24 @@ def prompt_of(scheduler: Any, req: Any, tokens: int) -> Prompt:
         tokens: length of the prompt; after a retraction with what the request has generated.
     """
     fail = partial(logger.error, "kvctl: the prompt of request %s is not compared: %s", req.rid)
-    return Prompt(tokens, attempt(lambda: _digest_of(scheduler, req, tokens), fail, logger), str(req.rid))
+    digest = attempt(lambda: _digest_of(scheduler, req, tokens), fail, logger)
+    fail = partial(logger.error, "kvctl: the spans of request %s are not in its trace: %s", req.rid)
+    return Prompt(tokens, digest, str(req.rid), attempt(lambda: _traceparent_of(req), fail, logger) or "")
+
+
+def _traceparent_of(req: Any) -> str:
+    """Returns the trace context of the request's span in SGLang; "" without `--enable-trace`.
+
+    That span is a child of the client's, if the client or the router has sent a `traceparent`.
+    """
+    context = req.time_stats.trace_ctx
+    if context.tracing_enable is not True:
+        return ""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers, context.root_span_context)
+    return headers.get("traceparent", "")
 
 
 def _digest_of(scheduler: Any, req: Any, tokens: int) -> int | None:

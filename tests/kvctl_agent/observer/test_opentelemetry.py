@@ -14,7 +14,8 @@ from opentelemetry.trace import StatusCode
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError
 from kvctl_agent.observer.fold import Fold
-from kvctl_agent.observer.opentelemetry import RoomSpans, trace_ids
+from kvctl_agent.observer.opentelemetry import RoomSpans, phases, trace_ids
+from kvctl_agent.observer.room_records import FoldedRoom
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.folded import LIMITS, folded
@@ -78,11 +79,42 @@ def test_a_room_with_a_traceparent_is_a_child_of_it(role: str) -> None:
     assert told(role, (ROOM, NONCE), parent=f"00-{trace_id}-{span_id}-00") == []  # the client did not sample it
 
 
-def test_a_number_used_again_is_another_trace() -> None:
+def test_a_number_used_again_is_another_root_of_its_trace() -> None:
     one, two = told("decode", (7, 1), (7, 3))
     assert one.context is not None
     assert two.context is not None
-    assert one.context.trace_id != two.context.trace_id
+    assert one.context.trace_id == two.context.trace_id
+    assert one.context.span_id != two.context.span_id
+    assert one.parent is two.parent is None
+
+
+def room_of(role: Any, *events: tuple[str, int], limit: int = 64, **values: Any) -> FoldedRoom:
+    record = FoldedRoom(1, 7, 1, role, 100, limit)
+    for stage, at in events:
+        record.event(stage, at)
+    record.__dict__.update(values)
+    return record
+
+
+def test_phases_of_a_prefill_rank() -> None:
+    events = [("ready", 250), ("gate", 260), ("wire", 300), ("ready", 310), ("gate", 320), ("wire", 400)]
+    forward = {"forward_begun_at": 200, "forward_done_at": 310}
+    queue, gate, wire = ("kv queue", 100, 200), ("kv gate", 250, 320), ("kv wire", 260, 400)
+    assert phases(room_of("prefill", *events, **forward), "prefill") == [queue, ("kv forward", 200, 310), gate, wire]
+    # The engine has not said when the forward begins: the room waits for its first part.
+    assert phases(room_of("prefill", *events, forward_done_at=310), "prefill") == [("kv queue", 100, 250), gate, wire]
+    # Where the latest events are missing nothing says when a stage ended.
+    known = [queue, ("kv forward", 200, 310)]
+    assert phases(room_of("prefill", *events, limit=5, **forward), "prefill") == known
+    assert phases(room_of("prefill"), "prefill") == []
+
+
+def test_phases_of_a_decode_rank() -> None:
+    parts = [("arrive", 250), ("arrive", 300), ("scatter", 280), ("scatter", 330)]
+    wait, arrive = ("kv wait", 100, 250), ("kv arrive", 250, 300)
+    assert phases(room_of("decode", *parts), "decode") == [wait, arrive, ("kv scatter", 250, 330)]
+    assert phases(room_of("decode", *parts[:2]), "decode") == [wait, arrive]
+    assert phases(room_of("decode"), "decode") == []
 
 
 def test_what_a_span_says() -> None:
