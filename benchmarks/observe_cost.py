@@ -1,9 +1,10 @@
-"""Costs of mode observe in SGLang's threads: hooks, queue, tracker and writing, for a room of one chunk and one peer.
+"""Costs of mode observe in an engine's threads: hooks, queue, tracker and writing, for a room of one part and one peer.
 
-    python benchmarks/observe_cost.py
+    PYTHONPATH=. python benchmarks/observe_cost.py
 
-Classes that do nothing stand for SGLang's; the calls of a room are made with and without hooks, with as many turns of
-the scheduler as it takes. Prints the difference in µs of thread CPU time a room (least of the rounds), and a turn.
+Classes that do nothing stand for those of SGLang and vLLM; the calls of a room are made with and without hooks, with as
+many turns or steps of the scheduler as it takes. Prints the difference in µs of thread CPU time a room (least of the
+rounds), and a turn or step.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from kvctl_agent.integrations.sglang.observe import hooks
 from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.manager_state import RankShape
 from kvctl_agent.integrations.sglang.observe.tracker import Tracker
+from kvctl_agent.integrations.vllm.observe import hooks as vllm_hooks
+from kvctl_agent.integrations.vllm.observe import observer as vllm_observer
+from kvctl_agent.integrations.vllm.observe.tracker import Shape
+from kvctl_agent.integrations.vllm.observe.tracker import Tracker as VllmTracker
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.region import Header, RegionWriter
+from tests.support.vllm import nixl_connector
 
 ROUNDS, ROOMS, TURNS = 30, 1000, 20_000
 BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = 1, 2, 3, 4  # KVPoll
@@ -137,6 +143,60 @@ class Calls:
         self.turn()
 
 
+class Steps:
+    """The steps of a vLLM decode engine; `directory` is that of the region, None: without hooks."""
+
+    def __init__(self, directory: Path | None) -> None:
+        halves = (nixl_connector.NixlPullConnectorScheduler, nixl_connector.NixlPullConnectorWorker)
+        scheduler, worker = (type(each.__name__, (each,), {}) for each in halves)
+        self.scheduler: Any = scheduler("kv_consumer")
+        self.worker: Any = worker("kv_consumer")
+        self.worker.nixl_wrapper = type("NixlWrapper", (nixl_connector.NixlWrapper,), {})()
+        if directory is not None:
+            for half in ({"scheduler": self.scheduler}, {"worker": self.worker}):
+                vllm_observer.observe(SimpleNamespace(**{f"connector_{name}": each for name, each in half.items()}))
+            watch: vllm_hooks.Watch = getattr(self.worker, vllm_hooks.WATCH)
+            region = RegionWriter(Header.of_this_process("decode", "me"), directory / "vllm.region")
+            telemetry = Telemetry("me", "decode", region)
+            telemetry.collected = []
+            tracker = VllmTracker("me", Shape("decode", 4096, 4), telemetry, directory)
+            watch.events.open(tracker, DocumentPublisher(region, {}))
+
+            def turn() -> None:
+                region.note_call(0)
+                watch.events.publish()
+
+            watch.turn = turn
+
+    def step(self, _: int = 0, **fields: Any) -> None:
+        metadata = self.scheduler.build_connector_meta(None)
+        vars(metadata).update(fields)
+        self.worker.start_load_kv(metadata)
+        self.worker.get_transfer_results()
+
+    def room(self, room: int) -> None:
+        request, params = f"d-{room}", {"do_remote_prefill": True, "remote_request_id": f"p-{room}"}
+        asked = SimpleNamespace(request_id=request, kv_transfer_params=params, num_prompt_tokens=512)
+        self.scheduler.on_new_request(asked)
+        self.step(reqs_to_recv={request: nixl_connector.to_receive(len(PAGES), f"p-{room}")})
+        self.worker._read_blocks(
+            read_spec=SimpleNamespace(remote_rank=0),
+            dst_engine_id="prefill",
+            request_id=request,
+            remote_request_id=f"p-{room}",
+            local_xfer_side_handle=1,
+            local_dram_handle=None,
+            remote_xfer_side_handle=2,
+            expected_consumers=1,
+            awaiting_kvs=True,
+        )
+        self.worker.nixl_wrapper.get_xfer_telemetry(self.worker.handle)
+        self.worker.nixl_wrapper.release_xfer_handle(self.worker.handle)
+        self.worker.done = ((), (request,), ())
+        self.step()
+        self.worker._recving_metadata.clear()
+
+
 def least_us(call: Callable[[int], None], rounds: int, count: int) -> float:
     """Returns the least thread CPU time of a call over the rounds."""
     times = []
@@ -154,7 +214,11 @@ def main() -> None:
         for role in roles:
             plain, hooked = Calls(role, None), Calls(role, Path(folder))
             us = least_us(getattr(hooked, role), ROUNDS, ROOMS) - least_us(getattr(plain, role), ROUNDS, ROOMS)
-            print(f"{role}: {us:.1f} µs a room, {least_us(hooked.idle_turn, 3, TURNS):.2f} µs a turn without events")
+            print(f"SGLang, {role}: {us:.1f} µs a room, {least_us(hooked.idle_turn, 3, TURNS):.2f} µs an empty turn")
+        bare, steps = Steps(None), Steps(Path(folder))
+        us = least_us(steps.room, ROUNDS, ROOMS) - least_us(bare.room, ROUNDS, ROOMS)
+        step_us = least_us(steps.step, 3, TURNS) - least_us(bare.step, 3, TURNS)
+        print(f"vLLM, decode: {us:.1f} µs a room, {step_us:.2f} µs an empty step")
 
 
 if __name__ == "__main__":

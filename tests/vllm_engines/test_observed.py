@@ -61,6 +61,7 @@ class Observed:
         environment = {
             **ENVIRONMENT,
             "KVCTL_VLLM": "observe",
+            "KVCTL_OBSERVER": "process",
             "KVCTL_SOCKET_DIR": str(self.sockets),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[role]),
         }

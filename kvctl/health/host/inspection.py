@@ -129,7 +129,8 @@ _ENGINES = {
         "vLLM",
         "connector",
         vllm.DISTRIBUTIONS,
-        "start vLLM with --kv-transfer-config as docs/vllm.md shows; `kvctl doctor -- vllm serve …` checks the command",
+        "start vLLM with --kv-transfer-config as docs/vllm.md shows, or with KVCTL_VLLM=observe in its environment; "
+        "`kvctl doctor -- vllm serve …` checks the command",
     ),
 }
 

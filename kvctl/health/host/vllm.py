@@ -36,7 +36,9 @@ from kvctl_agent.contract.vllm import (
     KV_PORT,
     LISTEN,
     MODULE_PATH,
+    VARIABLE,
     is_supported,
+    mode,
     supported_releases,
 )
 
@@ -168,13 +170,17 @@ def server_facts(host: HostView, command: Server | None = None) -> Iterator[Fact
         for first, second in combinations(ours, 2):
             yield from _together(first, second)
         return
+    if not _is_examined(command) and command.options.transfer and mode(command.environ) == "observe":
+        yield Fact(_TOPIC, f"{command.subject}: {VARIABLE}=observe", "kvctl shows what vLLM's own NIXL connector does")
+        return
     if not _is_examined(command):
         yield Fact(
             _TOPIC,
             f"{command.subject}: no {TRANSFER} for kvctl's connector",
             "this server neither sends nor receives KV through kvctl",
             Severity.WARNING,
-            f"add {_option({'kv_role': _PREFILL})}, at decode with {_DECODE}",
+            f"add {_option({'kv_role': _PREFILL})}, at decode with {_DECODE}; or {VARIABLE}=observe in its environment "
+            "to watch the NIXL connector of vLLM",
         )
         return
     yield from _examine(command)

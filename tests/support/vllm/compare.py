@@ -10,10 +10,15 @@ import enum
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
+from kvctl_agent.integrations.vllm.observe.hooks import AGENT, PULL, PUSH, SCHEDULER, WORKER
+from tests.support.vllm.nixl_connector import HALVES, NixlWrapper
 from tests.support.vllm.stand_ins import MODULES, Request
+
+NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 _Shape = list[tuple[str, Any, Any]]
 
@@ -47,6 +52,22 @@ def foreign_hooks(connector: type, *bases: type) -> list[str]:
             found.append(f"vLLM has no {name}")
         elif _shape(getattr(connector, name)) != _shape(real):
             found.append(f"{name}{inspect.signature(getattr(connector, name))}: vLLM's is {inspect.signature(real)}")
+    return found
+
+
+def other_parameters(halves: Iterable[type], hooked: Iterable[str], *modules: str) -> list[str]:
+    """Returns one line for each hooked method of a stand-in whose parameters are not those of the class of a module."""
+    found = []
+    for own in halves:
+        kinds = (getattr(importlib.import_module(module), own.__name__, None) for module in modules)
+        real = next(filter(None, kinds), None)
+        if real is None:
+            found.append(f"no module has {own.__name__}")
+            continue
+        for name in filter(partial(hasattr, real), hooked):
+            ours, theirs = (list(inspect.signature(getattr(each, name)).parameters) for each in (own, real))
+            if ours != theirs:
+                found.append(f"{own.__name__}.{name} has the parameters {ours}: those of the engine are {theirs}")
     return found
 
 
@@ -123,7 +144,14 @@ def _shape(function: Any) -> _Shape:
 def main() -> None:
     base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     connector = importlib.import_module("kvctl_agent.integrations.vllm.connector").KvctlConnector
-    found = [*differences(), *foreign_hooks(connector, base.KVConnectorBase_V1, base.SupportsHMA)]
+    methods = {name for table in (SCHEDULER, WORKER, PULL, PUSH, AGENT) for _, name, _ in table}
+    modules = [f"{NIXL}.{half}" for half in ("pull_scheduler", "push_scheduler", "pull_worker", "push_worker")]
+    found = [
+        *differences(),
+        *foreign_hooks(connector, base.KVConnectorBase_V1, base.SupportsHMA),
+        *other_parameters(HALVES, sorted(methods), *modules),
+        *other_parameters([type("nixl_agent", (NixlWrapper,), {})], sorted(methods), "nixl._api"),
+    ]
     print("\n".join(found), file=sys.stderr)
     sys.exit(bool(found))
 

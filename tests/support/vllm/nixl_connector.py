@@ -1,6 +1,6 @@
 """Stand-ins for the halves of vLLM's NIXL connectors: the methods that mode observe hooks, with vLLM's parameters.
 
-They are stripped of what moves bytes; `tests/vllm_engines/test_observed.py` compares the signatures with vLLM's.
+Nothing of them moves bytes; `compare` checks that vLLM's methods have the same parameters.
 """
 
 from __future__ import annotations
@@ -132,7 +132,13 @@ class NixlPullConnectorWorker:
         return self.answers, 0.0
 
     def _log_failure(
-        self, failure_type: str, req_id: str | None, msg: str = "", error: Any = None, meta: Any = None, **extra: Any
+        self,
+        failure_type: str,
+        req_id: str | None,
+        msg: str = "",
+        error: Any = None,
+        meta: Any = None,
+        **extra_context: Any,
     ) -> None:
         pass
 

@@ -193,6 +193,17 @@ def test_servers_with_other_connectors_are_none_of_ours(simulated: Simulated) ->
     assert facts(simulated({7: (argv(other), {}), 8: (plain, {}), 9: (argv("{"), {})})) == []
 
 
+def test_a_command_that_observes_another_connector(tmp_path: Path) -> None:
+    other, found = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, []
+    for environ in ({"KVCTL_VLLM": "observe"}, {}):
+        server = Server("this command", read_options(argv(other)[2:]), environ)
+        found += server_facts(HostView(tmp_path, {}), server)
+    observed, silent = found
+    assert (observed.severity, observed.found) == (Severity.INFO, "this command: KVCTL_VLLM=observe")
+    assert silent.severity is Severity.WARNING
+    assert "KVCTL_VLLM=observe" in silent.remedy
+
+
 def test_a_child_of_multi_connector(simulated: Simulated) -> None:
     def multi(child: dict[str, Any]) -> dict[str, Any]:
         children = [{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, child]
