@@ -14,7 +14,7 @@ from kvctl.commands.output import Output
 from kvctl.lab.bench import scale
 from kvctl.lab.bench.machine import cores, memory_budget_bytes
 from kvctl.lab.bench.options import TRANSPORTS, sweep_loads
-from kvctl.lab.bench.presets import POINT_SECONDS, PRESETS, Part, Preset, on_gpus
+from kvctl.lab.bench.presets import ONE_FLEET, POINT_SECONDS, PRESETS, FleetOptions, Preset, on_gpus
 from kvctl.lab.bench.program import Program
 from kvctl.lab.bench.trace import TraceError, read, scaled
 from kvctl.lab.bench.traffic import Source, poisson, sessions, with_requests
@@ -75,35 +75,36 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
     if options["preset"]:
         preset = on_gpus(options["preset"], options["compute"]) if cuda else PRESETS[options["preset"]]
     notes: list[str] = []
-    parts = [(Part(), options)]
+    parts: list[tuple[tuple[FleetOptions, ...], Mapping[str, Any]]] = [(ONE_FLEET[0], options)]
     if preset is not None:
         defaults = {name: value for name, value in preset.options.items() if name not in given}
         if "sweep" in defaults:
             defaults["sweep"] = tuple((axis, values) for axis, values in defaults["sweep"] if axis not in given)
         if cuda:  # not scaled: the plan limits rooms in flight to the GPUs' memory, and the time is limited
             defaults |= {} if "point_seconds" in given else {"point_seconds": POINT_SECONDS}
-            fitted: list[tuple[Part, Mapping[str, Any], str]]
-            fitted = [(part, {**options, **defaults}, "") for part in preset.parts]
-        else:
-            fitted = [(part, *_scaled(preset, part, {**options, **defaults}, given)) for part in preset.parts]
-        parts = [(part, scaled) for part, scaled, _ in fitted]
-        notes += [note for note in dict.fromkeys(note for _, _, note in fitted) if note]
+        parts = []
+        for fleets in preset.fleets:
+            changed, note = {**options, **defaults}, ""
+            if not cuda:
+                changed, note = _scaled(preset, fleets, changed, given)
+            parts.append((fleets, changed))
+            notes += [note] if note and note not in notes else []
         options, given = parts[0][1], {*given, *defaults}
     _check(options, given)
     seed = secrets.randbits(48) if options["seed"] is None else options["seed"]
     source, source_notes = _source(options, seed)
     notes += source_notes
     resolved: list[Wave] = []
-    for part, part_options in parts:
+    for fleets, part_options in parts:
         settled = _with_defaults(part_options, given, source)
-        loads = _loads(preset, part, settled, source)
+        loads = _loads(preset, settled, source)
         variants: list[Variant] = []
-        for each in part.fleets:
+        for each in fleets:
             merged = {**settled, **{name: value for name, value in each.options.items() if name not in given}}
             planned = _plan_request(merged, loads, seed, _memory(preset))
             for variant in expand(planned, merged["transports"], merged["cp_modes"]):
                 variants.append(replace(variant, fleet=each.label))
-        resolved += [Wave(tuple(wave), _program(settled)) for wave in waves([variants])]
+        resolved += [Wave(tuple(wave), _program(settled)) for wave in waves(variants)]
     return BenchRequest(options, preset, source, tuple(resolved), tuple(notes))
 
 
@@ -240,10 +241,10 @@ def _source(options: Mapping[str, Any], seed: int) -> tuple[Source | None, list[
     return Source(facts, traffic, options["cache_tokens"]), notes
 
 
-def _loads(preset: Preset | None, part: Part, options: Mapping[str, Any], source: Source | None) -> tuple[Load, ...]:
+def _loads(preset: Preset | None, options: Mapping[str, Any], source: Source | None) -> tuple[Load, ...]:
     try:
         if preset is not None and source is None:
-            return _filled(preset, options, part.loads(options))
+            return _filled(preset, options, preset.loads(options))
         return sweep_loads(options["concurrency"], options["tokens"], options["sweep"])
     except ValueError as error:
         raise _refused("--sweep", str(error)) from error
@@ -257,27 +258,27 @@ def _filled(preset: Preset, options: Mapping[str, Any], loads: Sequence[Load]) -
 
 
 def _scaled(
-    preset: Preset, part: Part, options: Mapping[str, Any], given: Collection[str]
-) -> tuple[Mapping[str, Any], str]:
-    """Scales the load of one part of a preset to this machine; returns the changed options and a note about it."""
+    preset: Preset, fleets: tuple[FleetOptions, ...], options: dict[str, Any], given: Collection[str]
+) -> tuple[dict[str, Any], str]:
+    """Scales the load of some fleets of a preset to this machine; returns the changed options and a note about it."""
     geometry = ("layers", "kv_heads", "head_dim")
     requested = scale.published(options["model"], {name: options[name] for name in geometry})
     if requested is None:
         return options, ""
     kept = {*given, *(["tokens"] if "sweep" in given else [])}
     least = {name: size for name, size in preset.least.items() if name not in kept}
-    together = len(part.fleets) * len(options["transports"]) * len(options["cp_modes"])
+    together = len(fleets) * len(options["transports"]) * len(options["cp_modes"])
     limits = scale.Limits(
         memory_bytes=_memory(preset) // together,
         moved_bytes=round(cores() * scale.MOVED_PER_CORE_BYTES),
         in_flight=preset.in_flight,
         # Every context-parallel rank has all of a room's KV.
-        copies=1 + max(fleet.options.get("prefill_cp", options["prefill_cp"]) for fleet in part.fleets),
+        copies=1 + max(fleet.options.get("prefill_cp", options["prefill_cp"]) for fleet in fleets),
     )
     found = scale.fit(
         requested,
         least,
-        loads=lambda divisor: _filled(preset, options, part.loads(_shortened(options, divisor))),
+        loads=lambda divisor: _filled(preset, options, preset.loads(_shortened(options, divisor))),
         cases=together
         * max(1, len(options["paths"]))
         * len(options["pipelines"])
@@ -296,7 +297,7 @@ def _memory(preset: Preset | None) -> int:
     return min(budget, cores() * scale.MEMORY_PER_CORE_BYTES) if preset else budget
 
 
-def _shortened(options: Mapping[str, Any], divisor: int) -> Mapping[str, Any]:
+def _shortened(options: Mapping[str, Any], divisor: int) -> dict[str, Any]:
     """Returns the options with every prompt length divided by `divisor`."""
     tokens: Tokens = options["tokens"]
     sweep = tuple(

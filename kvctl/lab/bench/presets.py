@@ -20,25 +20,13 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """Name and options of one of the fleets that a part of a preset compares."""
+    """Name and options of one of the fleets that a preset compares."""
 
     label: str
     options: Options
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a preset that runs on fleets of its own.
-
-    Attributes:
-        fleets: fleets that are compared with each other.
-        loads: returns the loads for the options.
-    """
-
-    fleets: tuple[FleetOptions, ...] = (FleetOptions("", {}),)
-    loads: Callable[[Options], tuple[Load, ...]] = lambda options: sweep_loads(
-        options["concurrency"], options["tokens"], options["sweep"]
-    )
+ONE_FLEET = ((FleetOptions("", {}),),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +37,8 @@ class Preset:
         title: description of the table.
         options: values that replace the options' defaults.
         table: columns of the output.
-        parts: parts that run one after another. If sessions define the requests, the loads only determine the scaling.
+        fleets: fleets that are compared with each other; several lists of them run one after another.
+        loads: returns the loads for the options. If sessions define the requests, they only determine the scaling.
         within: fields that compared rows have in common besides the load.
         rooms: returns the requests of a load from its concurrency, if the load does not define them.
         least: minimum of layers, KV heads, head dim and tokens when scaled.
@@ -60,7 +49,10 @@ class Preset:
     title: str
     options: Options
     table: View
-    parts: tuple[Part, ...] = (Part(),)
+    fleets: tuple[tuple[FleetOptions, ...], ...] = ONE_FLEET
+    loads: Callable[[Options], tuple[Load, ...]] = lambda options: sweep_loads(
+        options["concurrency"], options["tokens"], options["sweep"]
+    )
     within: tuple[str, ...] = ()
     rooms: Callable[[int], int] = lambda concurrency: max(16, concurrency)
     least: Mapping[str, int] = field(default_factory=lambda: {"layers": 4, "kv_heads": 4, "head_dim": 64, "tokens": 64})
@@ -96,12 +88,10 @@ PRESETS: dict[str, Preset] = {
             "what staging costs: TP4 to DP4 staged against DP4 to DP4, which needs none",
             {"sweep": (("concurrency", [1, 4, 16, 64]),)},
             STAGING,
-            parts=(
-                Part(
-                    fleets=(
-                        FleetOptions("homogeneous", {"prefill_dp": 4, "decode_dp": 4, "paths": ("bulk",)}),
-                        FleetOptions("staged", {"prefill_tp": 4, "decode_dp": 4, "paths": ("staged",)}),
-                    )
+            fleets=(
+                (
+                    FleetOptions("homogeneous", {"prefill_dp": 4, "decode_dp": 4, "paths": ("bulk",)}),
+                    FleetOptions("staged", {"prefill_tp": 4, "decode_dp": 4, "paths": ("staged",)}),
                 ),
             ),
         ),
@@ -153,7 +143,7 @@ PRESETS: dict[str, Preset] = {
                 "output_tokens": 128,
             },
             MULTI_TURN,
-            parts=(Part(loads=_session_load),),
+            loads=_session_load,
         ),
         Preset(
             "stress",
@@ -172,7 +162,7 @@ PRESETS: dict[str, Preset] = {
                 "paths": ("bulk", "staged"),
             },
             CP,
-            parts=tuple(Part(fleets=(FleetOptions(f"cp{size}", {"prefill_cp": size}),)) for size in (2, 4)),
+            fleets=tuple((FleetOptions(f"cp{size}", {"prefill_cp": size}),) for size in (2, 4)),
             within=("path",),
             rooms=lambda concurrency: max(24, concurrency),
         ),

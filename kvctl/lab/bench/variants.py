@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -48,24 +48,21 @@ def expand(request: PlanRequest, transports: Sequence[str], cp_modes: Sequence[s
     return variants
 
 
-def waves(groups: Iterable[Sequence[Variant]]) -> list[list[Variant]]:
-    """Divides the fleets into lists that run one after another; fleets in one list run at the same time.
+def waves(variants: Sequence[Variant]) -> list[list[Variant]]:
+    """Divides fleets into lists that run one after another; fleets in one list run at the same time.
 
-    A group becomes one list, whose fleets share the memory equally, if it has at most `MAX_RANKS` ranks; otherwise each
-    of its fleets runs alone.
+    They become one list, in which they share the memory equally, if they have at most `MAX_RANKS` ranks; otherwise each
+    of them runs alone.
     """
-    together: list[list[Variant]] = []
-    for group in groups:
-        if sum(variant.ranks for variant in group) <= MAX_RANKS:
-            together.append(
-                [
-                    replace(each, request=replace(each.request, memory_bytes=each.request.memory_bytes // len(group)))
-                    for each in group
-                ]
-            )
-        else:
-            together += [[variant] for variant in group]
-    return together
+    if sum(variant.ranks for variant in variants) > MAX_RANKS:
+        return [[variant] for variant in variants]
+    share = len(variants)
+    return [
+        [
+            replace(each, request=replace(each.request, memory_bytes=each.request.memory_bytes // share))
+            for each in variants
+        ]
+    ]
 
 
 def size(sizes: Sizes) -> int:

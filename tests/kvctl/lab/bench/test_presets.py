@@ -39,13 +39,13 @@ def test_every_published_table_is_there():
 def test_a_preset_speaks_of_options_that_exist(preset: Any):
     names = {param.name for param in bench_options()}
     assert set(preset.options) <= names
-    assert all(set(fleet.options) <= names for part in preset.parts for fleet in part.fleets)
+    assert all(set(fleet.options) <= names for wave in preset.fleets for fleet in wave)
     assert isinstance(preset.table, View)
 
 
 def test_the_staging_sweep_goes_from_1_to_1024():
     preset = PRESETS["staging-sweep"]
-    loads = preset.parts[0].loads({**DEFAULTS, **preset.options})
+    loads = preset.loads({**DEFAULTS, **preset.options})
     assert [load.concurrency for load in loads] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     assert (preset.rooms(1), preset.rooms(1024)) == (16, 1024)
 
@@ -53,7 +53,7 @@ def test_the_staging_sweep_goes_from_1_to_1024():
 @pytest.mark.parametrize("name", ["p2d4", "p4d4"])
 def test_all_prompts_come_at_once_four_times(name: str):
     preset = PRESETS[name]
-    assert [preset.rooms(load.concurrency) for load in preset.parts[0].loads({**DEFAULTS, **preset.options})] == [
+    assert [preset.rooms(load.concurrency) for load in preset.loads({**DEFAULTS, **preset.options})] == [
         1 << power for power in range(10)
     ]
     assert preset.options["repeat"] == 4
@@ -61,7 +61,7 @@ def test_all_prompts_come_at_once_four_times(name: str):
 
 def test_the_pipeline_sweep_has_prompt_lengths_with_one_room_at_a_time():
     preset = PRESETS["pipeline-sweep"]
-    loads = preset.parts[0].loads({**DEFAULTS, **preset.options})
+    loads = preset.loads({**DEFAULTS, **preset.options})
     assert [load.tokens.values[0] for load in loads] == [256, 512, 1024, 2048, 4096, 8192, 16384]
     assert {load.concurrency for load in loads} == {1}
     assert preset.options["layer_ms"] > 0

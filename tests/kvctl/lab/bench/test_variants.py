@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvctl.lab.bench.variants import MAX_RANKS, Variant, expand, sizes_text, waves
+from kvctl.lab.bench.variants import MAX_RANKS, expand, sizes_text, waves
 from kvctl.lab.ranks.request import PlanRequest, Sizes
 
 TP4 = Sizes(tp=4)
@@ -27,18 +27,14 @@ def test_every_transport_in_every_mode_is_named_by_what_differs():
 
 
 def test_fleets_that_are_compared_are_alive_together_and_share_the_memory():
-    (wave,) = waves([expand(request(), ["nixl", "mooncake"], ["rank0"])])
+    (wave,) = waves(expand(request(), ["nixl", "mooncake"], ["rank0"]))
     assert [each.request.memory_bytes for each in wave] == [1 << 29] * 2
 
 
 def test_more_ranks_than_the_machine_should_bear_run_one_after_another():
     group = expand(request(Sizes(tp=MAX_RANKS // 2)), ["nixl", "mooncake"], ["rank0"])
-    assert [len(wave) for wave in waves([group])] == [1, 1]
-    assert [wave[0].request.memory_bytes for wave in waves([group])] == [1 << 30] * 2
-
-
-def test_groups_follow_one_another():
-    assert [len(wave) for wave in waves([[Variant("a", request())], [Variant("b", request())] * 2])] == [1, 2]
+    assert [len(wave) for wave in waves(group)] == [1, 1]
+    assert [wave[0].request.memory_bytes for wave in waves(group)] == [1 << 30] * 2
 
 
 @pytest.mark.parametrize(
