@@ -77,20 +77,27 @@ def test_a_turn_of_launches_is_a_burst() -> None:
 @pytest.mark.parametrize("kind", ENGINE_KINDS[1:])
 def test_another_thread_runs_during_a_turn_whose_calls_release_the_interpreter(kind: str) -> None:
     """With a switch interval of an hour a thread runs only while the engine's thread releases the interpreter."""
-    ran = threading.Event()
+    go, ran = threading.Event(), threading.Event()
+
+    def run() -> None:
+        go.wait()
+        ran.set()
+
     interval_s = sys.getswitchinterval()
+    thread = threading.Thread(target=run)
+    thread.start()  # which lets it run until it waits
     with closing(BusyLoop(kind)) as loop:
         sys.setswitchinterval(3600)
         try:
-            thread = threading.Thread(target=ran.set)
-            thread.start()
             end = time.monotonic() + 60
+            go.set()
             while not ran.is_set() and time.monotonic() < end:
                 loop.turn()
+            ran_meanwhile = ran.is_set()
         finally:
             sys.setswitchinterval(interval_s)
     thread.join()
-    assert time.monotonic() < end
+    assert ran_meanwhile
 
 
 def test_a_choice_of_busy_engines_names_ranks_and_their_loop() -> None:
