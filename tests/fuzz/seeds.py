@@ -18,6 +18,7 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.security import unix_router
 from kvctl_agent.telemetry import records as rec
 from kvctl_agent.telemetry.region import LEAST_LOG_BYTES, Cell, Header, RegionWriter, log_offset
+from tests.support.exporter import recorded
 from tests.support.protocol.example_messages import EVERY, TAG
 
 _RANK = registry.Rank("prefill-0", "tcp://127.0.0.1:7000", 1, [0, 0, 0, 0], [1, 1, 1, 2])
@@ -155,6 +156,14 @@ SEEDS: dict[str, list[bytes]] = {
         _records(*_ROOM_RECORDS[:-1]),
         *(_records(_ROOM_RECORDS[0], record) for record in _ROOM_RECORDS[1:]),
         _records([rec.PART, 1, [0, 0, [0, 0]], None, "bulk", 1, {"ready": -(2**62), "done": 2**62}, None]),
+    ],
+    "metrics": [
+        recorded("nixl").encode(),
+        recorded("vllm-decode").encode()[-3000:],
+        recorded("sglang-prefill").encode()[:3000],
+        b'# TYPE vllm:prompt_tokens_by_source histogram\nvllm:prompt_tokens_by_source_bucket{le="x"} 1e308\n',
+        b"# TYPE agent_tx_bytes counter\nagent_tx_bytes_total 1e308\nagent_xfer_time_total NaN\n",
+        b"\x1f\x8b\x08\x00\x1b[31mnixlBackendError: NIXL_ERR_BACKEND",
     ],
     "endpoint": [
         *(

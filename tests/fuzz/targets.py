@@ -9,13 +9,18 @@ import contextlib
 import struct
 import time
 from collections.abc import Callable
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from typing import Any
 
 import orjson
 
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.metrics.reader import MetricsReader
+from kvctl.client.metrics.scrape import ScrapeError, parse
 from kvctl.lab.bench import trace
 from kvctl.lab.replay.recordings import decode_inputs
+from kvctl.logs.scan import LogError, scan
+from kvctl.logs.signatures import signatures
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.errors import RecordingError, RecordingVersionError, RegionError, RemoteProtocolError, RequestRefused
@@ -229,6 +234,16 @@ def region_records(data: bytes) -> None:
     orjson.dumps([rows, details, rates, others], option=orjson.OPT_NON_STR_KEYS)
 
 
+def metrics(data: bytes) -> None:
+    """Metrics of an engine, as its server answers them; and the same bytes as a log."""
+    with contextlib.suppress(ScrapeError):
+        rows = parse(data)
+        answers = MetricsReader()._answers(Endpoint("server", None, remote="http://server:1/metrics"), rows)
+        orjson.dumps(answers, option=orjson.OPT_NON_STR_KEYS)
+    with contextlib.suppress(LogError):
+        scan([("log", BufferedReader(BytesIO(data)))], signatures())
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "control": control_frame,
     "machine": machine,
@@ -243,6 +258,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "region": region,
     "region-document": region_document,
     "region-records": region_records,
+    "metrics": metrics,
     "endpoint": entry_points.endpoint,
     "cli-endpoint": entry_points.cli_endpoint,
     "registry-row": entry_points.registry_row,

@@ -23,6 +23,7 @@ MODE = "metrics"
 """Mode of the integration in the answers to `status`."""
 
 _AT_ONCE = 32
+_LARGEST = (1 << 63) - 1  # of JSON
 _ROLES = ("prefill", "decode")
 _EXTERNAL = "vllm:prompt_tokens_by_source_total"
 _NO_FACTS: dict[str, Any] = dict.fromkeys(Status.__annotations__)
@@ -128,7 +129,7 @@ class MetricsReader:
             "rooms": rooms,
             "rooms_finished_total": finished,
             "rooms_finished_5m": {},
-            "bytes_total": 0 if transfers is None else round(transfers.nbytes),
+            "bytes_total": 0 if transfers is None else min(round(transfers.nbytes), _LARGEST),
             "rate": self._rate(endpoint, transfers),
             "latency": _latency(families, [engine.transfers for engine in engines if engine.transfers]),
             "peers": {},
@@ -165,7 +166,7 @@ def _role(families: Families) -> str:
                     if sample["labels"].get(label) in _ROLES:
                         return str(sample["labels"][label])
     samples = families[_EXTERNAL]["samples"] if _EXTERNAL in families else ()
-    external = sum(each["value"] for each in samples if each["labels"].get("source") == "external_kv_transfer")
+    external = sum(each["value"] or 0 for each in samples if each["labels"].get("source") == "external_kv_transfer")
     return "decode" if external else ""
 
 

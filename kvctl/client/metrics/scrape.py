@@ -27,6 +27,7 @@ from kvctl_agent.host import resolver
 MAX_BYTES = 16 << 20
 """Largest answer; a server of eight ranks has half a megabyte."""
 
+_LARGEST = 1e15
 _PIECE_BYTES = 1 << 16
 _RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
 _LOOK_UP_S = 0.005
@@ -170,12 +171,17 @@ def _row(family: Metric) -> dict[str, Any]:
         samples = list(_histograms(family))
     else:
         samples = [
-            {"labels": dict(sample.labels), "value": sample.value if math.isfinite(sample.value) else None}
+            {"labels": dict(sample.labels), "value": _number(sample.value)}
             for sample in family.samples
             if not sample.name.endswith("_created")
         ]
     name = f"{family.name}_total" if family.type == "counter" else family.name
     return {"name": name, "kind": family.type, "unit": family.unit, "help": family.documentation, "samples": samples}
+
+
+def _number(value: float) -> float | None:
+    """Returns a value; None for NaN, infinity and what no counter reaches."""
+    return value if math.isfinite(value) and abs(value) <= _LARGEST else None
 
 
 def _histograms(family: Metric) -> Iterator[dict[str, Any]]:
@@ -186,7 +192,7 @@ def _histograms(family: Metric) -> Iterator[dict[str, Any]]:
         row = found.setdefault(
             tuple(labels.items()), {"labels": labels, "value": None, "buckets": [], "sum": 0.0, "count": 0}
         )
-        value = sample.value if math.isfinite(sample.value) else 0.0
+        value = _number(sample.value) or 0.0
         if sample.name.endswith("_bucket"):
             bound = float(sample.labels.get("le", "inf"))
             row["buckets"].append([bound if math.isfinite(bound) else None, value])
