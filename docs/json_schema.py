@@ -71,8 +71,8 @@ ANSWERS: Mapping[str, Any] = {
     "replayed": AgentVerdict,
 }
 # Documents of measurements have more fields than these, and some have their rows in a field.
-OPEN = frozenset({"bench", "bench-plan", "demo", "tune"})
-ROWS_IN = {"demo": "ranks", "tune": "options"}
+OPEN = frozenset({"bench", "bench-plan", "demo", "preflight", "tune"})
+ROWS_IN = {"demo": "ranks", "preflight": "pairs", "tune": "options"}
 
 
 class Clock(TypedDict):
@@ -623,7 +623,7 @@ The number at the end of `schema` is the version of its rows. As long as it is t
 - The order of fields in an object is not promised, and that of rows only with `--sort-by`.
 - Texts for people may change: `cause`, `remedy`, `text`, `detail`, `message`, `reason`, `waits_for`, the names in
   `evidence`, and what errors on stderr say. Codes do not: use `code` and [exit codes](commands.md#exit-codes).
-- Of `kvctl bench`, `tune` and `demo`, only the fields below are promised.
+- Of `kvctl bench`, `tune`, `preflight` and `demo`, only the fields below are promised.
 
 A change that breaks one of these gets the next number, for this schema only, and not in a patch release. The
 [changelog](../CHANGELOG.md) announces it under *Changed*, with the names of the schema and of the fields. `kvctl`

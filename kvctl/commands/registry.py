@@ -39,6 +39,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "demo": "Start a small fleet with traffic and, on request, faults.",
         "bench": "Start a fleet here, transfer KV, verify every byte.",
         "tune": "Recommend settings for a machine and a workload.",
+        "preflight": "Move memory between hosts before a model loads.",
     },
     "Record": {
         "record": "Record the fleet to a file, for --from and replay.",

@@ -17,13 +17,13 @@ def main(argv: list[str] | None = None) -> int:
 
     # Transfer engines read the environment while they are imported.
     prepare_environment()
-    _block_torch()
+    block_torch()
     from kvctl.lab.ranks.server import serve
 
     return serve(arguments.fd, arguments.parent)
 
 
-def _block_torch() -> None:
+def block_torch() -> None:
     """Makes every import of torch fail until `gpu_engine.import_torch` removes the block.
 
     KV pools on GPUs do not need torch. Transfer engines import it only to read its CUDA version, which costs two

@@ -126,7 +126,12 @@ class RankGroup:
         self._closed = False
 
     def launch(
-        self, name: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = PROGRAM
+        self,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
+        *,
+        stdio: bool = False,
     ) -> RankProcess:
         """Starts a process for a rank.
 
@@ -135,10 +140,13 @@ class RankGroup:
         Args:
             environment: environment variables to add to those of this process.
             program: command line of the process, without the options that `RankProcess` adds.
+            stdio: as for `RankProcess`.
         """
         inherited = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
         with _signals_deferred():
-            process = self.processes[name] = RankProcess(name, {**inherited, **(environment or {})}, program)
+            process = self.processes[name] = RankProcess(
+                name, {**inherited, **(environment or {})}, program, stdio=stdio
+            )
             self.running.append(process)
             self._register(process)
         return process

@@ -16,7 +16,7 @@ rank to the parent. End of file means that the other process is gone; a rank the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NotRequired, TypedDict, get_args
+from typing import Any, ClassVar, Literal, NotRequired, Protocol, TypedDict, get_args
 
 from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.plan import PlannedRoom, PlannedShape
@@ -33,6 +33,12 @@ FLEET_PREFIX = "kvctl-bench-"
 
 class LineTooLong(ValueError):
     """Raised when a received line is longer than `MAX_LINE_BYTES`."""
+
+
+class AnyCommand(Protocol):
+    """A command to a process: a dataclass whose `do` names it."""
+
+    do: ClassVar[str]
 
 
 class LineBuffer:

@@ -1,7 +1,8 @@
 """Starts one rank process from its parent, exchanges commands and messages with it, and collects its output.
 
 The process inherits one end of a socket pair, which carries one line of JSON per command and message, and a pipe for
-its output, of which the last 16 KiB are kept for crash reports.
+its output, of which the last 16 KiB are kept for crash reports. A program that runs on another host has that end as its
+standard input and output.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 import orjson
 
-from kvctl.lab.ranks.messages import Command, LineBuffer, LineTooLong, Message, Stop
+from kvctl.lab.ranks.messages import AnyCommand, LineBuffer, LineTooLong, Message, Stop
 
 PROGRAM = (sys.executable, "-P", "-m", "kvctl.lab.ranks")
 """Command line of a rank process, without its options."""
@@ -47,12 +48,15 @@ class RankProcess:
         stopping: whether a Stop command was sent, so that the exit is expected.
     """
 
-    def __init__(self, name: str, environment: Mapping[str, str], program: Sequence[str] = PROGRAM) -> None:
+    def __init__(
+        self, name: str, environment: Mapping[str, str], program: Sequence[str] = PROGRAM, *, stdio: bool = False
+    ) -> None:
         """Starts the process.
 
         Args:
             environment: all environment variables of the process.
             program: command line of the process, without the options of the channel.
+            stdio: whether the channel is the process's standard input and output; it then gets no options.
         """
         self.name = name
         self.channel_closed = False
@@ -66,15 +70,15 @@ class RankProcess:
         self._tail = bytearray()
         parent_end, child_end = socket.socketpair()
         with child_end:
-            options = ("--name", name, "--parent", str(os.getpid()), "--fd", str(child_end.fileno()))
+            inherited = "--name", name, "--parent", str(os.getpid()), "--fd", str(child_end.fileno())
             try:
                 # Its own process group: Ctrl-C at the terminal reaches only the parent, which ends the ranks.
                 self._process = subprocess.Popen(
-                    [*program, *options],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(child_end.fileno(),),
+                    [*program, *(() if stdio else inherited)],
+                    stdin=child_end if stdio else subprocess.DEVNULL,
+                    stdout=child_end if stdio else subprocess.PIPE,
+                    stderr=subprocess.PIPE if stdio else subprocess.STDOUT,
+                    pass_fds=() if stdio else (child_end.fileno(),),
                     env=dict(environment),
                     process_group=0,
                 )
@@ -84,7 +88,7 @@ class RankProcess:
         self.pid = self._process.pid
         self.channel = parent_end
         self.channel.setblocking(False)
-        self.output: IO[bytes] = self._process.stdout  # type: ignore[assignment]
+        self.output: IO[bytes] = self._process.stderr if stdio else self._process.stdout  # type: ignore[assignment]
         os.set_blocking(self.output.fileno(), False)
         self.exit_fd = os.pidfd_open(self.pid)
 
@@ -104,7 +108,7 @@ class RankProcess:
                 return "\n".join(lines[at : at + _TAIL_LINES])[:_TAIL_SHOWN_BYTES]
         return "\n".join(lines[-_TAIL_LINES:])[-_TAIL_SHOWN_BYTES:]
 
-    def send(self, command: Command) -> None:
+    def send(self, command: AnyCommand) -> None:
         """Sends a command; bytes that the socket does not accept now are kept for `flush`."""
         self.answer = None
         self.stopping = self.stopping or isinstance(command, Stop)

@@ -63,6 +63,7 @@ NOT_HERE = {
     ("rooms", "abort"),
     ("staging", "release"),
     ("config", "set"),
+    ("preflight",),
     ("peers", "probe"),
     ("peers", "forget"),
     ("hosts", "ls"),

@@ -37,7 +37,10 @@ ALL = commands()
 EXAMPLES = [(path, line) for path, command in {(): cli, **ALL}.items() for _, line in command.examples]
 every = pytest.mark.parametrize("path", ALL, ids=" ".join)
 # They start fleets, need a terminal, wait, or change agents; they are tested elsewhere.
-NOT_RUN = {"top", "bench", "tune", "demo", "mcp", "wait", "drain", "resume", "replay", "key", "context", "logs"}
+NOT_RUN = {
+    *("top", "bench", "tune", "preflight", "demo", "mcp"),
+    *("wait", "drain", "resume", "replay", "key", "context", "logs"),
+}
 ACTS = {("rooms", "abort"), ("staging", "release"), ("config", "set"), ("peers", "probe"), ("peers", "forget")}
 
 

@@ -36,7 +36,10 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("wait",): ("--for", "ready"),
 }
 # They read no agent, start copy_threads, write files, or answer requests on stdin.
-NOT_HERE = {"bench", "demo", "tune", "top", "record", "replay", "debug", "completion", "help", "key", "context", "mcp"}
+NOT_HERE = {
+    *("bench", "demo", "tune", "preflight", "top", "record", "replay", "debug"),
+    *("completion", "help", "key", "context", "mcp"),
+}
 
 
 def poisoned(value: Any, key: str = "") -> Any:

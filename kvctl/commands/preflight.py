@@ -1,0 +1,274 @@
+"""`kvctl preflight`: moves memory between the hosts of a planned layout before any model loads, and names odd pairs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from kvctl.commands.bench import bench
+from kvctl.commands.bench_options import GroupedCommand, bench_options, grouped_option
+from kvctl.commands.bench_request import resolve
+from kvctl.commands.doctor import next_step
+from kvctl.commands.mutations import once_and_live
+from kvctl.commands.options import pass_settings
+from kvctl.commands.output import Output
+from kvctl.commands.settings import Settings
+from kvctl.commands.stdio import progress
+from kvctl.exit_codes import ExitCode
+from kvctl.health.finding import Finding, Severity
+from kvctl.lab.preflight.judge import findings, pair_rows, to_measure_again
+from kvctl.lab.preflight.manifest import manifest
+from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results, is_plain, place_ranks
+from kvctl.lab.ranks.planner import plan as make_plan
+from kvctl.lab.ranks.request import DEVICES, Load, Tokens
+from kvctl.render.findings import headline, paragraph, row
+from kvctl.render.preflight import PREFLIGHT, draw_rates
+from kvctl.render.report import Block, Grid, Report, Text
+from kvctl.render.units import parse_seconds
+from kvctl.render.view import Row
+from kvctl_agent.contract.addresses import ip_address
+
+_SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5"
+_TRANSPORTS = ("nixl", "mooncake")
+_MODEL = ("model", "kv_heads", "kind")
+_HOST = re.compile(r"(?:[\w.-]+@)?[\w.:%\[\]-]+")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_AGAIN = 2
+_ANY_MEMORY_BYTES = 1 << 60
+
+
+def _host(text: str) -> HostName:
+    name, _, address = text.partition("=")
+    if not _HOST.fullmatch(name) or name.startswith("-"):
+        raise ValueError(f"{text!r} is not a host: write NAME, USER@NAME or NAME=ADDRESS")
+    if address and ip_address(address) is None:
+        raise ValueError(f"{text!r}: {address!r} is not an IP address")
+    return HostName(name, address)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not _VARIABLE.fullmatch(name) or "\0" in value:
+        raise ValueError(f"{text!r}: write NAME=VALUE")
+    return name, value
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(shlex.split(text))
+    if not words:
+        raise ValueError("no command is given")
+    return words
+
+
+def _plain_words(text: str) -> tuple[str, ...]:
+    words = _words(text)
+    for word in words:
+        if not is_plain(word):
+            raise ValueError(
+                f"{word!r} has characters that a shell on the host would interpret: use a path without them"
+            )
+    return words
+
+
+def _options() -> list[click.Parameter]:
+    taken = [each for each in bench_options() if getattr(each, "group", "") == "Layout" or each.name in _MODEL]
+    transfer, start = "Transfer", "Ranks"
+    port = "TCP port that agents will use between hosts; each is tried in both directions. Repeatable. [default: any]"
+    ssh = (
+        "Command that runs a command on a host, which replaces {host} or is appended. [default: ssh, without questions]"
+    )
+    python = "Python on the hosts that has kvctl and the engine."
+    env = "Variable of the ranks, as of the workers: UCX_NET_DEVICES, UCX_TLS, …. Repeatable."
+    deadline = "Longest time of each step: a connection, a message, a write."
+    image = (
+        "Start nothing: print a Kubernetes Job with a pod of IMAGE on each HOST, the name of a node, in which the "
+        "preflight can then run."
+    )
+    params = "Parameters of the transport, as the key transport_params: protocol=rdma for Mooncake."
+    return [
+        click.Argument(["hosts"], nargs=-1, required=True, metavar="HOST..."),
+        *taken,
+        grouped_option(transfer, "--transport", None, "Engine.", type=click.Choice(_TRANSPORTS), default="nixl"),
+        grouped_option(transfer, "--transport-params params", "NAME=VALUE,…", params, _params, default=""),
+        grouped_option(transfer, "--device", None, "Memory to move.", type=click.Choice(DEVICES), default="cpu"),
+        grouped_option(transfer, "--port ports", "N", port, type=click.IntRange(1, 65535), multiple=True),
+        grouped_option(transfer, "--deadline", "TIME", deadline, parse_seconds, default="5s"),
+        grouped_option(start, "--ssh", "COMMAND", ssh, _words),
+        grouped_option(start, "--python", "COMMAND", python, _plain_words, default="python3"),
+        grouped_option(start, "--env environment", "NAME=VALUE", env, _assignment, multiple=True),
+        grouped_option(start, "--manifest", "IMAGE", image),
+    ]
+
+
+def _params(text: str) -> dict[str, str]:
+    return dict(_assignment(word.strip()) for word in text.split(",") if word.strip())
+
+
+@click.command(
+    cls=GroupedCommand,
+    params=_options(),
+    view=PREFLIGHT,
+    examples=[
+        ("Four hosts, two of them for prefill", "kvctl preflight gpu1 gpu2 gpu3 gpu4 --prefill-tp 16 --decode-dp 16"),
+        (
+            "GPU memory over RDMA, as the workers will use it",
+            "kvctl preflight gpu1 gpu2 --prefill-tp 8 --decode-tp 8 --device cuda --env UCX_NET_DEVICES=mlx5_0:1",
+        ),
+        (
+            "A Job for two nodes of Kubernetes",
+            "kvctl preflight node-1 node-2 --prefill-tp 8 --decode-tp 8 --manifest example/worker:1 > job.yaml",
+        ),
+    ],
+)
+@pass_settings
+def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> None:
+    """Move memory between hosts before a model loads: rate, latency and lane of each pair of ranks, and odd ones.
+
+    Starts a process for each rank of the layout, over SSH, on the HOSTs: prefill ranks on the first of them, decode
+    ranks on the others, in proportion. The pairs of ranks that would transfer write memory over the transport, one pair
+    of hosts at a time, and compare the bytes. Before, each host is checked as by kvctl doctor --host-only, and pairs of
+    hosts connect by TCP in both directions: ports, and large packets.
+
+    HOST is what ssh accepts, or NAME=ADDRESS if other hosts reach it at another address than ssh does. All processes
+    end with this one. The exit code is 1 if a pair is odd or a host has a warning.
+    """
+    once_and_live(settings)
+    output = Output(settings)
+    output.selection(PREFLIGHT)
+    names = _host_names(hosts)
+    ranks, pairs = _layout(names, options)
+    chosen = Options(
+        options["transport"],
+        options["params"],
+        dict(options["environment"]),
+        tuple(dict.fromkeys(options["ports"])),
+        options["ssh"] or _words(_SSH),
+        options["python"],
+        options["deadline"] / 1e9,
+    )
+    if options["manifest"] is not None:
+        output.write(manifest(options["manifest"], names, ranks, chosen))
+        return
+    shown = sys.stderr.isatty() and not settings.quiet
+    try:
+        with Preflight(names, ranks, pairs, chosen, progress if shown else lambda _: None) as run:
+            run.run()
+            rows = pair_rows(ranks, pairs, run.results)
+            for _ in range(_AGAIN):
+                if again := to_measure_again(rows):
+                    run.measure(again)
+                    rows = pair_rows(ranks, pairs, run.results)
+            results = run.results
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(ExitCode.INTERRUPTED) from None
+    finally:
+        if shown:
+            progress("")
+    found = findings(ranks, rows, results, chosen)
+    wrong = any(each.severity > Severity.INFO for each in found) or any(each["verdict"] != "ok" for each in rows)
+    output.emit(
+        Report(
+            PREFLIGHT,
+            rows,
+            answered=len(results.begun),
+            objects=lambda kept: [_document(kept, ranks, results, found, not wrong)],
+            blocks=lambda kept, width: _blocks(kept, width, found, len(names)),
+        )
+    )
+    raise click.exceptions.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
+
+
+def _host_names(hosts: Sequence[str]) -> list[HostName]:
+    try:
+        names = [_host(each) for each in hosts]
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="HOST") from error
+    twice = next((each.name for each in names if [other.name for other in names].count(each.name) > 1), None)
+    if twice is not None:
+        raise click.BadParameter(f"{twice} is given twice", param_hint="HOST")
+    return names
+
+
+def _layout(hosts: Sequence[HostName], options: Mapping[str, Any]) -> tuple[list[PlannedRank], list[tuple[str, str]]]:
+    """Returns the ranks of the layout, and the pairs of a prefill and a decode rank that transfer."""
+    ctx = click.get_current_context()
+    given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
+    with bench.make_context("preflight", []) as defaults:
+        asked = {**defaults.params, **{name: options[name] for name in options if name in defaults.params}}
+    asked |= {"transports": ("loopback",), "device": "cpu", "cp_modes": asked["cp_modes"][:1]}
+    request = resolve(asked, given).waves[0].variants[0].request
+    # Memory and engines of this machine do not matter; a long prompt reaches all ranks that share one.
+    load = Load(1, Tokens((8192,)), 1)
+    plan = make_plan(replace(request, loads=(load,), memory_bytes=_ANY_MEMORY_BYTES))
+    try:
+        ranks = place_ranks(hosts, plan, options["device"] == "cuda")
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    several = len(request.prefill) > 1
+    shares = [
+        (
+            f"p{share['instance']}-prefill-{share['writer']}" if several else f"prefill-{share['writer']}",
+            share["reader"],
+        )
+        for share in plan["shares"]
+    ]
+    return ranks, list(dict.fromkeys((writer, f"decode-{reader}") for writer, reader in shares))
+
+
+def _document(
+    rows: Sequence[Row], ranks: Sequence[PlannedRank], results: Results, found: Sequence[Finding], ok: bool
+) -> dict[str, Any]:
+    """Returns the data of JSON and YAML: the hosts, the connections between them, the pairs, and the findings."""
+    hosts = []
+    for rank in ranks:
+        begun: Mapping[str, Any] = results.begun.get(rank.name, {})
+        clock = results.clocks.get(rank.name)
+        if rank.leads:
+            hosts.append(
+                {
+                    "host": rank.host,
+                    "hostname": begun.get("host"),
+                    "address": begun.get("address"),
+                    "ranks": [each.name for each in ranks if each.host == rank.host],
+                    "version": begun.get("version"),
+                    "clock_offset_ns": clock.offset_ns if clock else None,
+                    "clock_error_ns": clock.error_ns if clock else None,
+                    "transport": begun.get("transport"),
+                    "checks": [
+                        {**fact, "severity": Severity(fact["severity"]).label} for fact in begun.get("facts", ())
+                    ],
+                    "nics": begun.get("devices", {}).get("nics", []),
+                }
+            )
+    links = [{"from": ends[0], "to": ends[1], **each} for ends, ports in results.links.items() for each in ports]
+    return {
+        "ok": ok,
+        "hosts": hosts,
+        "links": links,
+        "pairs": list(rows),
+        "findings": [row(each) for each in found],
+        "failed_ranks": dict(results.failed),
+    }
+
+
+def _blocks(rows: Sequence[Row], width: int, found: Sequence[Finding], hosts: int) -> list[Block]:
+    described = [row(each) for each in found]
+    head = [headline(described, all(each["verdict"] == "ok" for each in rows))]
+    head.append((f"   {len(rows)} pairs of ranks on {hosts} hosts", "dim"))
+    blocks: list[Block] = [Text([head])]
+    if rates := draw_rates(rows, width):
+        blocks.append(Text(rates))
+    odd = [each for each in rows if each["verdict"] != "ok"]
+    if odd or not rates:
+        blocks.append(Grid(PREFLIGHT, odd or rows))
+    blocks += [Text(paragraph(each, width, number)) for number, each in enumerate(described, 1)]
+    step = next((step for each in found if each.severity > Severity.INFO and (step := next_step(each.remedy))), None)
+    if step is not None:
+        blocks.append(Text([[("next: ", "bold"), (step, "bold")]]))
+    return blocks

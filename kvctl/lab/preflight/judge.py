@@ -1,0 +1,415 @@
+"""Judges the results of a preflight: a row for each pair of ranks, and findings, most severe first.
+
+Devices, lanes and clocks are judged by the health codes, from the answers of the ranks before and after the
+measurements, as those of agents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.fleet import AgentAnswer, Survey
+from kvctl.client.names import natural_key
+from kvctl.health.codes import CODES_BY_NAME
+from kvctl.health.codes.facts import common_agents
+from kvctl.health.codes.network import Interruption, too_large
+from kvctl.health.engine import examine
+from kvctl.health.finding import Finding, Severity, listed, pair
+from kvctl.health.snapshot import Snapshot
+from kvctl.lab.preflight.run import Options, PlannedRank, Results
+from kvctl.render.units import duration, size, three_digits
+from kvctl_agent.contract import VERSION
+from kvctl_agent.contract.snapshots import Hello, Nic
+
+HOST = "host"
+"""Code of a finding about a host that has no health code."""
+
+_CODES = (
+    *("KV_CLOCK_SKEW", "KV_NIC_DOWN", "KV_RAIL_IDLE", "KV_LANE_NOT_RDMA", "KV_NUMA_FAR", "KV_GID_UNROUTABLE"),
+    *("KV_NIC_ERRORS", "KV_LANE_SLOW"),
+)
+# A pair is slow if a quarter of the pairs is so many times faster, also when it is measured again beside fast ones.
+_SLOW_FACTOR = 5
+_REFERENCES = 3
+_LATE_FACTOR = 10
+_LATE_NS = 2_000_000
+_SHARE = 0.5  # of the bytes, that a device must have carried to be the one that carries them
+_RAIL_SHARE = 0.01
+_LONG = 80
+
+
+def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], results: Results) -> list[dict[str, Any]]:
+    """Returns a row of `kvctl.render.preflight.PREFLIGHT` for each pair."""
+    host = {rank.name: rank.host for rank in ranks}
+    rows = []
+    for prefill, decode in pairs:
+        written: Mapping[str, Any] = results.writes.get((prefill, decode), {})
+        measured = bool(written) and not written["error"]
+        links = results.links.get((host[prefill], host[decode]), ())
+        lane, carried = (
+            carried_by(written["before"], written["after"], written["moved_bytes"]) if measured else ("", {})
+        )
+        told = written.get("interconnect", {})
+        rows.append(
+            {
+                "prefill": prefill,
+                "decode": decode,
+                "prefill_host": host[prefill],
+                "decode_host": host[decode],
+                "verdict": "unknown",
+                "gb_per_s": written["gb_per_s"] if measured else None,
+                "others_gb_per_s": None,
+                "latency_ns": written["latency_ns"] if measured else None,
+                "first_ns": written["first_ns"] if measured else None,
+                "moved_bytes": written["moved_bytes"] if measured else None,
+                "round": written["round"] if measured else None,
+                "rtt_ns": min((each["rtt_ns"] for each in links if each["rtt_ns"] is not None), default=None),
+                "mtu": next((each["mtu"] for each in links if each["mtu"] is not None), None),
+                "lane": told.get("name") or lane or None,
+                "lane_expected": told.get("expected"),
+                "lane_source": told.get("source") if told else "counters" if lane else None,
+                "carried": carried,
+                "problem": "",
+            }
+        )
+    for row in rows:
+        _judge_row(row, rows, results)
+    return rows
+
+
+def carried_by(before: Sequence[Nic], after: Sequence[Nic], moved: int) -> tuple[str, dict[str, int]]:
+    """Returns the lane of a host's bytes, and the bytes that each device carried, by the counters of its devices.
+
+    Args:
+        before, after: the devices before and after the transfer.
+        moved: bytes that the rank has written.
+
+    Returns:
+        "rdma", "tcp", or "" if no device of the host has carried most of the bytes, as over shared memory or NVLink.
+    """
+    earlier = {nic["name"]: nic["sent_bytes_total"] for nic in before}
+    grown = {
+        (nic["kind"], nic["name"]): (nic["sent_bytes_total"] or 0) - then
+        for nic in after
+        if (then := earlier.get(nic["name"])) is not None
+    }
+    for kind, lane in (("rdma", "rdma"), ("interface", "tcp")):
+        devices = {name: nbytes for (of, name), nbytes in grown.items() if of == kind and nbytes > _RAIL_SHARE * moved}
+        if sum(devices.values()) >= _SHARE * moved:
+            return lane, devices
+    return "", {}
+
+
+def to_measure_again(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Returns the pairs that are slower than others, and a few fast ones to compare them with in a further round."""
+    slow = [row for row in rows if row["verdict"] == "warning"]
+    fast = sorted((row for row in rows if row["verdict"] == "ok"), key=lambda row: -row["gb_per_s"])
+    chosen = slow[:]
+    for within in {_within(row) for row in slow}:
+        chosen += [row for row in fast if _within(row) == within][:_REFERENCES]
+    return [(row["prefill"], row["decode"]) for row in chosen]
+
+
+def _within(row: Mapping[str, Any]) -> bool:
+    """Returns whether both ranks of a pair are on one host: such pairs are compared with their like."""
+    return bool(row["prefill_host"] == row["decode_host"])
+
+
+def _judge_row(row: dict[str, Any], rows: Sequence[Mapping[str, Any]], results: Results) -> None:
+    """Sets verdict and problem of a row; a pair is compared with those that were measured in the same round."""
+    key = row["prefill"], row["decode"]
+    ends = row["prefill_host"], row["decode_host"]
+    written: Mapping[str, Any] = results.writes.get(key, {})
+    failed = next((results.failed[name] for name in key if name in results.failed), "")
+    links = [*results.links.get(ends, ()), *results.links.get((ends[1], ends[0]), ())]
+    broken = next((each["error"] for each in links if each["error"]), "")
+    if written.get("wrong_bytes"):
+        row["verdict"], row["problem"] = "critical", "bytes that arrived differ from those that were written"
+    elif written.get("error"):
+        row["verdict"], row["problem"] = "critical", written["error"]
+    elif not written:
+        row["verdict"] = "critical" if failed or broken else "unknown"
+        row["problem"] = failed or broken or "not measured"
+    else:
+        alike = [each for each in rows if each["round"] == row["round"] and _within(each) == _within(row)]
+        rates = sorted(each["gb_per_s"] for each in alike)
+        latencies = sorted(each["latency_ns"] for each in alike)
+        fast, short = rates[-1 - (len(rates) - 1) // 4], latencies[(len(latencies) - 1) // 4]
+        row["others_gb_per_s"] = fast
+        row["verdict"] = "ok"
+        if row["gb_per_s"] * _SLOW_FACTOR < fast:
+            row["verdict"] = "warning"
+            row["problem"] = f"{three_digits(row['gb_per_s'])} GB/s, where others have {three_digits(fast)}"
+        elif row["latency_ns"] > max(_LATE_FACTOR * short, short + _LATE_NS):
+            row["verdict"] = "warning"
+            row["problem"] = f"a small write takes {duration(row['latency_ns'])}, elsewhere {duration(short)}"
+
+
+def findings(
+    ranks: Sequence[PlannedRank], rows: Sequence[Mapping[str, Any]], results: Results, options: Options
+) -> list[Finding]:
+    """Returns the findings, most severe first."""
+    found = [
+        *_rank_findings(ranks, results, options),
+        *_link_findings(ranks, results),
+        *_pair_findings(rows, results, options),
+        *_host_findings(ranks, results),
+        *_health_findings(ranks, rows, results),
+    ]
+    return sorted(found, key=lambda each: (-each.severity, natural_key(each.subject)))
+
+
+def _rank_findings(ranks: Sequence[PlannedRank], results: Results, options: Options) -> Iterator[Finding]:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for rank in ranks:
+        if rank.name in results.failed:
+            alike.setdefault((rank.host, results.failed[rank.name]), []).append(rank.name)
+    for (host, text), names in alike.items():
+        login = " ".join(
+            [*options.program(host)[: -len(options.python) - 2], *options.python, "-c", "'import kvctl_agent'"]
+        )
+        yield _critical(
+            "KV_NOT_READY",
+            host,
+            names,
+            f"{listed(names)} on {host}: {text}",
+            f"`{login}` shows whether a login works",
+            {},
+        )
+    versions = {name: begun["version"] for name, begun in results.begun.items() if begun["version"] != VERSION}
+    if versions:
+        yield _critical(
+            "KV_COMPAT_MISMATCH",
+            listed(sorted({rank.host for rank in ranks if rank.name in versions})),
+            versions,
+            f"{listed(versions)} run kvctl {listed(sorted(set(versions.values())))}, this machine {VERSION}",
+            "install one version on all hosts",
+            {},
+        )
+
+
+def _link_findings(ranks: Sequence[PlannedRank], results: Results) -> Iterator[Finding]:
+    addresses = {rank.host: str(results.begun[rank.name]["address"]) for rank in ranks if rank.name in results.begun}
+    unanswered: dict[tuple[int, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for ends, links in results.links.items():
+        for link in links:
+            if link["state"] == "large lost":
+                yield _too_large(ends, link, addresses[ends[1]])
+            elif link["state"] != "ok":
+                unanswered.setdefault((link["port"], link["state"]), {})[ends] = link
+    for (_, state), of_ends in unanswered.items():
+        for common, pairs in common_agents(list(of_ends)):
+            yield _unanswered(common, {ends: of_ends[ends] for ends in pairs}, state, addresses)
+
+
+def _too_large(ends: tuple[str, str], link: Mapping[str, Any], address: str) -> Finding:
+    """Returns the finding about large packets that are lost on the way from the first host to the second."""
+    passes, mtu = link.get("passes"), link["mtu"] or 1500
+    known = (
+        f"packets of {passes} bytes pass, those of {mtu} bytes do not" if passes else "nor do smaller packets bring it"
+    )
+    return _critical(
+        "KV_DATA_BLOCKED",
+        pair(*ends),
+        (),
+        f"{pair(*ends)}: small messages arrive; {link['error']}: {known}",
+        too_large(ends[0], address, mtu),
+        {"port": str(link["port"]), "address": address, "mtu": mtu, "passes_bytes": passes},
+    )
+
+
+def _unanswered(
+    common: str, links: Mapping[tuple[str, str], Mapping[str, Any]], state: str, addresses: Mapping[str, str]
+) -> Finding:
+    """Returns the finding about links that have a host in common and fail in the same way."""
+    ends, link = next(iter(links.items()))
+    others = sorted({end for each in links for end in each} - {common})
+    both = all((target, source) in links for source, target in links)
+    sources, targets = (sorted({each[side] for each in links}) for side in (0, 1))
+    subject = f"{common} ↔ {listed(others)}" if both else pair(listed(sources), listed(targets))
+    why = {
+        "refused": f"{ends[1]} listens there, so a firewall rejects them",
+        "unresolved": f"write the host as {ends[1]}=ADDRESS",
+    }.get(state, "a firewall on the way drops the packets, or there is no route")
+    direction = "neither direction works" if both else "the other direction works" if len(links) == 1 else ""
+    return _critical(
+        "KV_PEER_LOST",
+        subject,
+        (),
+        f"{pair(*ends)}: {link['error']}{f'; {direction}' if direction else ''}; {why}",
+        Interruption(*ends, False, False, addresses[ends[1]], ()).remedy,
+        {
+            "port": str(link["port"]),
+            "address": addresses[ends[1]],
+            "state": state,
+            "links": [pair(*each) for each in links],
+        },
+    )
+
+
+def _pair_findings(rows: Sequence[Mapping[str, Any]], results: Results, options: Options) -> Iterator[Finding]:
+    wrong = [row for row in rows if results.writes.get((row["prefill"], row["decode"]), {}).get("wrong_bytes")]
+    for row in wrong:
+        yield _critical(
+            "KV_CHECKSUM_MISMATCH",
+            pair(row["prefill"], row["decode"]),
+            (row["prefill"], row["decode"]),
+            f"bytes that {row['decode']} received over {options.transport} are not those that {row['prefill']} sent",
+            CODES_BY_NAME["KV_CHECKSUM_MISMATCH"].remedy,
+            {},
+        )
+    blocked: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    slow: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        ends = row["prefill_host"], row["decode_host"]
+        if results.writes.get((row["prefill"], row["decode"]), {}).get("error"):
+            blocked.setdefault(ends, []).append(row)
+        elif row["verdict"] == "warning":
+            slow.setdefault(ends, []).append(row)
+    for ends, members in blocked.items():
+        linked = "; TCP connections between them work, so a firewall drops the engine's ports, or the lane that it has "
+        linked += "chosen does not lead there (UCX_NET_DEVICES, UCX_TLS, MC_… on both hosts)"
+        yield _critical(
+            "KV_DATA_BLOCKED",
+            pair(*ends),
+            [name for row in members for name in (row["prefill"], row["decode"])],
+            f"{pair(*ends)}: {members[0]['problem']}{linked if ends[0] != ends[1] else ''}",
+            f"give --env UCX_LOG_LEVEL=info to see the lanes of {options.transport}, and compare them on the two hosts",
+            {"pairs": len(members), "transport": options.transport},
+        )
+    for common, pairs in common_agents(list(slow)):
+        members = [row for ends in pairs for row in slow[ends]]
+        worst = min(members, key=lambda row: row["gb_per_s"])
+        sources, targets = (sorted({ends[side] for ends in pairs}) for side in (0, 1))
+        subject = pair(listed(sources), listed(targets))
+        yield Finding(
+            "KV_LANE_SLOW",
+            Severity.WARNING,
+            subject,
+            tuple(dict.fromkeys(name for row in members for name in (row["prefill"], row["decode"]))),
+            f"{pair(worst['prefill'], worst['decode'])}: {worst['problem']}"
+            + (f"; all slow pairs have {common} in common" if len(pairs) > 1 else ""),
+            "compare speed, cables and limits of the rate of the devices in the evidence with those of a fast pair",
+            {
+                "lane_gb_per_s": round(worst["gb_per_s"], 4),
+                "others_gb_per_s": round(worst["others_gb_per_s"], 4),
+                "latency_ns": worst["latency_ns"],
+                **lane_evidence(worst),
+            },
+            weight=len(members),
+        )
+
+
+def lane_evidence(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the lane of a pair, the devices that carried its bytes, and how that is known."""
+    moved = row["moved_bytes"] or 0
+    return {
+        "lane": row["lane"],
+        "lane_source": row["lane_source"],
+        "carried": {name: f"{size(nbytes)} of {size(moved)}" for name, nbytes in row["carried"].items()},
+    }
+
+
+def _host_findings(ranks: Sequence[PlannedRank], results: Results) -> Iterator[Finding]:
+    facts: dict[tuple[str, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
+    processes: dict[str, dict[str, str]] = {}
+    for rank in ranks:
+        begun: Mapping[str, Any] = results.begun.get(rank.name, {})
+        for fact in begun.get("facts", ()):
+            if fact["severity"] > Severity.INFO:
+                facts.setdefault((fact["topic"], fact["found"], fact["means"]), []).append((rank.host, fact))
+        for port, why in begun.get("ports_refused", {}).items():
+            yield Finding(
+                "KV_PORT_CLASH",
+                Severity.WARNING,
+                f"{rank.host} port {port}",
+                (),
+                f"{rank.host} cannot listen on port {port}: {why}",
+                f"`ss -ltnp sport = :{port}` on {rank.host} shows the process that has it",
+            )
+        if begun:
+            processes.setdefault(begun["boot"] or "", {}).setdefault(begun["processes"], rank.host)
+    for (topic, found, means), members in facts.items():
+        fact, names = members[0][1], listed(host for host, _ in members)
+        yield Finding(
+            fact["code"] or HOST,
+            Severity(fact["severity"]),
+            f"{names}: {topic}",
+            (),
+            f"{found}: {means}",
+            fact["remedy"],
+        )
+    for boot, namespaces in processes.items():
+        if boot and len(namespaces) > 1:
+            yield Finding(
+                HOST,
+                Severity.INFO,
+                f"{listed(namespaces.values())}: PID namespace",
+                (),
+                f"{listed(namespaces.values())} are on one machine, in different PID namespaces: their ranks can "
+                "neither share memory nor use cuda_ipc",
+                "start their containers with --pid=host --ipc=host, or in one pod with shareProcessNamespace",
+            )
+
+
+def _health_findings(
+    ranks: Sequence[PlannedRank], rows: Sequence[Mapping[str, Any]], results: Results
+) -> Iterator[Finding]:
+    after = _snapshot(ranks, rows, results, _snapshot(ranks, rows, results, None))
+    for finding in examine(after, [CODES_BY_NAME[name] for name in _CODES]):
+        if finding.code in CODES_BY_NAME:
+            yield Finding(
+                finding.code,
+                finding.severity,
+                finding.subject,
+                finding.agents,
+                finding.cause,
+                CODES_BY_NAME[finding.code].remedy,  # the finding's own asks agents, which do not run yet
+                finding.evidence,
+                weight=finding.weight,
+            )
+
+
+def _snapshot(
+    ranks: Sequence[PlannedRank], rows: Sequence[Mapping[str, Any]], results: Results, before: Snapshot | None
+) -> Snapshot:
+    """Returns the answers of the ranks as those of agents: at the start, or, with `before`, at the end."""
+    leaders = {rank.host: rank.name for rank in ranks if rank.leads}
+    answers = []
+    for rank in ranks:
+        begun = results.begun.get(rank.name)
+        if begun is None or rank.name not in results.devices:
+            continue
+        own = [row for row in rows if rank.name in (row["prefill"], row["decode"]) and row["moved_bytes"]]
+        moved = 0 if before is None else sum(row["moved_bytes"] for row in own)
+        hello = {"name": rank.name, "role": rank.role, "host": rank.host, "pid": begun["pid"], "incarnation": rank.name}
+        clock = results.clocks.get(leaders[rank.host], ClockOffset(0, 1 << 62))
+        data = {
+            "status": {**hello, "version": begun["version"], "transport": begun["transport"]},
+            "nics": {**(begun["devices"] if before is None else results.devices[rank.name]), "host": rank.host},
+            "peers": [_peer(rank, row) for row in own],
+            "metrics": [{"name": "kvctl_part_bytes_total", "samples": [{"labels": {}, "value": moved}]}],
+        }
+        answers.append(AgentAnswer(Endpoint(rank.name, None), cast(Hello, hello), 0, clock, data))
+    taken_ns = 0 if before is None else 1
+    return Snapshot(Survey(Discovery(Path()), answers), taken_ns, before)
+
+
+def _peer(rank: PlannedRank, row: Mapping[str, Any]) -> dict[str, Any]:
+    other = "decode" if rank.role == "prefill" else "prefill"
+    found = {"peer": row[other], "state": "ready", "same_host": row["prefill_host"] == row["decode_host"]}
+    found |= {"peer_host": row[f"{other}_host"], "lane": ""}
+    if rank.role == "prefill" and row["lane_expected"]:
+        found |= {"lane_kind": row["lane"], "lane_expected": row["lane_expected"]}
+        found |= {"lane_source": row["lane_source"], "lane_gb_per_s": row["gb_per_s"]}
+    return found
+
+
+def _critical(
+    code: str, subject: str, agents: Iterable[str], cause: str, remedy: str, evidence: Mapping[str, Any]
+) -> Finding:
+    return Finding(code, Severity.CRITICAL, subject, tuple(dict.fromkeys(agents)), cause, remedy, evidence)

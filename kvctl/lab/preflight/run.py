@@ -1,0 +1,345 @@
+"""Drives a preflight: starts the process of each rank on its host, and lets pairs of them measure, host by host.
+
+Everything runs on one thread. A host or a rank that fails is left out of what follows; it is a result, not an error.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from kvctl.client.clock import ClockOffset, estimate
+from kvctl.lab.preflight import messages
+from kvctl.lab.ranks.group import TICK_S, RankGroup, rank_names
+from kvctl.lab.ranks.messages import AnyCommand
+from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.ranks.request import Role
+from kvctl_agent.contract.choices import HOST
+
+START_S = 90.0
+"""Longest time to log in, start Python and import an engine, on a host that does it for several ranks."""
+_STARTS_AT_ONCE = 8  # of one host; sshd refuses more than ten connections that have not logged in
+_ANSWER_S = 10.0
+_CLOCK_ROUNDS = 4
+_MODULE = ("-m", "kvctl.lab.preflight")
+HOST_WORD = "{host}"
+
+
+@dataclass(frozen=True, slots=True)
+class HostName:
+    """A host: `name` as the SSH client knows it, `address` at which other hosts reach it; "" to find it out."""
+
+    name: str
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRank:
+    """A rank of the layout, on a host; `device` is its GPU there, or HOST; `leads`: it stands for its host."""
+
+    name: str
+    role: Role
+    host: str
+    device: int
+    leads: bool
+
+
+def place_ranks(hosts: Sequence[HostName], plan: Plan, gpus: bool) -> list[PlannedRank]:
+    """Distributes the ranks of a plan over hosts: prefill ranks over the first ones, decode ranks over the others.
+
+    The hosts are divided in proportion to the ranks, and those of a role get equal numbers of its consecutive ranks; a
+    single host gets all. On each host, the ranks get GPUs 0, 1, ….
+
+    Raises:
+        ValueError: there are more hosts than ranks of a role for them.
+    """
+    names = dict(zip(rank_names(plan["ranks"]), plan["ranks"], strict=True))
+    of_role = {role: [name for name, rank in names.items() if rank["role"] == role] for role in get_args(Role)}
+    prefill, decode = map(len, (of_role["prefill"], of_role["decode"]))
+    count = min(max(1, round(len(hosts) * prefill / (prefill + decode))), max(1, len(hosts) - 1))
+    parts = {"prefill": hosts[:count], "decode": hosts[count:] or hosts}
+    placed: list[PlannedRank] = []
+    used: Counter[str] = Counter()
+    for role, ranks in of_role.items():
+        own = parts[role]
+        if len(own) > len(ranks):
+            raise ValueError(
+                f"{len(own)} of {len(hosts)} hosts for {len(ranks)} {role} ranks: give the layout, for example "
+                f"--prefill-tp {max(1, len(hosts) // 2)} --decode-dp {max(1, len(hosts) - len(hosts) // 2)}"
+            )
+        for number, name in enumerate(ranks):
+            host = own[number * len(own) // len(ranks)].name
+            placed.append(PlannedRank(name, role, host, used[host] if gpus else HOST, not used[host]))
+            used[host] += 1
+    return placed
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How ranks are started, and what they use.
+
+    Attributes:
+        ssh: command that runs a command on a host; the host replaces `{host}`, or is appended.
+        python: command of a Python with kvctl and the engine on the hosts.
+        deadline_s: longest time of each step: a connection, a message, a write.
+    """
+
+    transport: str
+    params: Mapping[str, str]
+    environment: Mapping[str, str]
+    ports: tuple[int, ...]
+    ssh: tuple[str, ...]
+    python: tuple[str, ...]
+    deadline_s: float
+
+    def program(self, host: str) -> list[str]:
+        """Returns the command line that starts a rank's process on a host."""
+        placed = [word.replace(HOST_WORD, host) for word in self.ssh]
+        return [*placed, *([] if placed != list(self.ssh) else [host]), *self.python, *_MODULE]
+
+
+@dataclass(slots=True)
+class Results:
+    """What was found; each part has only what was reached.
+
+    Attributes:
+        begun: answers to `Begin`, by rank.
+        failed: why ranks take part no longer, by rank.
+        clocks: clock of each host, by the rank that leads it.
+        links: answers of `reach` for each port, by (source host, target host).
+        writes: latest answer to `Write` with `wrong_bytes` and the `round`, by (prefill rank, decode rank).
+        devices: answers to `Devices` at the end, by rank.
+    """
+
+    begun: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    clocks: dict[str, ClockOffset] = field(default_factory=dict)
+    links: dict[tuple[str, str], list[Mapping[str, Any]]] = field(default_factory=dict)
+    writes: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    devices: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Preflight:
+    """One preflight; a context manager, whose end ends all processes.
+
+    Args:
+        ranks: the ranks of the layout, those of a role in order.
+        pairs: (prefill rank, decode rank) of each pair that transfers.
+        progress: shows a text on what is being done.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[HostName],
+        ranks: Sequence[PlannedRank],
+        pairs: Sequence[tuple[str, str]],
+        options: Options,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._addresses = {host.name: host.address or host.name.rpartition("@")[2] for host in hosts}
+        self._ranks = {rank.name: rank for rank in ranks}
+        self._leaders = {rank.host: rank.name for rank in ranks if rank.leads}
+        self._pairs = pairs
+        self._options = options
+        self._progress = progress
+        self._token = secrets.token_hex(16)
+        self._group = RankGroup()
+        self._round = 0
+        self.results = Results()
+
+    def __enter__(self) -> Preflight:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._group.close()
+
+    def run(self) -> None:
+        """Fills `results`."""
+        self._start()
+        self._read_clocks()
+        self._reach()
+        self.measure(self._pairs)
+        asked = {
+            name: messages.Devices(tuple(sorted({self._address(peer) for peer in self._peers(name)})))
+            for name in self._alive()
+        }
+        self.results.devices = self._ask(asked, _ANSWER_S, "reading its network devices")
+
+    def measure(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Measures pairs between hosts that reach each other, one pair at a time on each host; each call is a round."""
+        self._round += 1
+        left = [pair for pair in pairs if self._reachable(*pair)]
+        count = len(left)
+        while left:
+            chosen = list(_disjoint(left, lambda name: self._ranks[name].host))
+            self._progress(f"measuring pair {count - len(left) + 1} to {count - len(left) + len(chosen)} of {count}")
+            left = [pair for pair in left if pair not in chosen]
+            self._measure_at_once([pair for pair in chosen if self.results.failed.keys().isdisjoint(pair)])
+
+    def _start(self) -> None:
+        of_host: dict[str, list[PlannedRank]] = {}
+        for rank in self._ranks.values():
+            of_host.setdefault(rank.host, []).append(rank)
+        most = max(map(len, of_host.values()))
+        for first in range(0, most, _STARTS_AT_ONCE):
+            wave = [rank for ranks in of_host.values() for rank in ranks[first : first + _STARTS_AT_ONCE]]
+            self._progress(f"starting {len(wave)} of {len(self._ranks)} ranks on {len(of_host)} hosts")
+            begins: dict[str, AnyCommand] = {}
+            for rank in wave:
+                try:
+                    self._group.launch(rank.name, program=self._options.program(rank.host), stdio=True)
+                except OSError as error:
+                    self.results.failed[rank.name] = f"{self._options.ssh[0]} cannot be started: {error.strerror}"
+                    continue
+                begins[rank.name] = messages.Begin(
+                    rank.name,
+                    rank.role,
+                    self._options.transport,
+                    dict(self._options.params),
+                    dict(self._options.environment),
+                    rank.device,
+                    self._addresses[rank.host],
+                    self._options.ports,
+                    self._token,
+                    rank.leads,
+                )
+            self.results.begun |= self._ask(begins, START_S, "starting")
+
+    def _read_clocks(self) -> None:
+        leaders = [name for name in self._leaders.values() if name in self._alive()]
+        for _ in range(_CLOCK_ROUNDS):
+            for name in leaders:  # one after the other: the answers of others would lengthen the round trip
+                sent_ns = time.time_ns()
+                answer = self._ask({name: messages.Clock()}, _ANSWER_S, "telling its clock")
+                if name in answer:
+                    clock = estimate(sent_ns, time.time_ns(), answer[name]["now_ns"])
+                    known = self.results.clocks.get(name)
+                    if known is None or clock.error_ns < known.error_ns:
+                        self.results.clocks[name] = clock
+
+    def _reach(self) -> None:
+        wanted = {
+            ends
+            for pair in self._pairs
+            for ends in ((self._host(pair[0]), self._host(pair[1])), (self._host(pair[1]), self._host(pair[0])))
+            if ends[0] != ends[1] and all(self._leaders[host] in self._alive() for host in ends)
+        }
+        left = sorted(wanted)
+        while left:
+            chosen = list(_disjoint(left, lambda host: host))
+            left = [link for link in left if link not in chosen]
+            self._progress(f"connecting hosts: {len(wanted) - len(left)} of {len(wanted)}")
+            asked: dict[str, AnyCommand] = {}
+            for source, target in chosen:
+                begun = self.results.begun[self._leaders[target]]
+                asked[self._leaders[source]] = messages.Reach(
+                    begun["address"], tuple(begun["ports"]), self._token, self._options.deadline_s
+                )
+            ports = max(1, len(self._options.ports))
+            answers = self._ask(asked, 5 * ports * self._options.deadline_s + 30.0, "connecting to another host")
+            for source, target in chosen:
+                if self._leaders[source] in answers:
+                    self.results.links[source, target] = answers[self._leaders[source]]["ports"]
+
+    def _measure_at_once(self, pairs: Sequence[tuple[str, str]]) -> None:
+        ready = self._ask({decode: messages.Expect() for _, decode in pairs}, _ANSWER_S, "clearing its memory")
+        asked: dict[str, AnyCommand] = {}
+        for prefill, decode in pairs:
+            if decode in ready:
+                begun, own = self.results.begun[decode], self.results.begun[prefill]
+                asked[prefill] = messages.Write(
+                    decode,
+                    begun["metadata"],
+                    begun["addr"],
+                    begun["nbytes"],
+                    begun["device"],
+                    begun["processes"] == own["processes"],
+                    self._options.deadline_s,
+                )
+        written = self._ask(asked, 3 * self._options.deadline_s + 15.0, "writing to its peer")
+        checks = {decode: messages.Check(written[prefill]["nbytes"]) for prefill, decode in pairs if prefill in written}
+        checked = self._ask(checks, 15.0, "comparing its memory")
+        for prefill, decode in pairs:
+            if prefill not in written or decode not in checked:
+                continue
+            found = written[prefill]
+            wrong = not found["error"] and found["crc32"] != checked[decode]["crc32"]
+            self.results.writes[prefill, decode] = {**found, "wrong_bytes": wrong, "round": self._round}
+
+    def _ask(self, commands: Mapping[str, AnyCommand], timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
+        """Sends commands and returns the answers by rank; ranks that give none have failed."""
+        deadline = time.monotonic() + timeout_s
+        processes = {name: self._group.processes[name] for name in commands}
+        for name, command in commands.items():
+            processes[name].send(command)
+        waiting = set(commands)
+        while waiting:
+            for name in sorted(waiting):
+                process = processes[name]
+                if process.answer is not None or process.fatal is not None or process not in self._group.running:
+                    waiting.discard(name)
+                    if process.answer is None:
+                        self.results.failed[name] = _end_of(process.fatal, process.returncode, process.last_output)
+            if not waiting:
+                break
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                for name in waiting:
+                    output = processes[name].last_output
+                    said = f"; it said: {output.splitlines()[-1]}" if output else ""
+                    self.results.failed[name] = f"it has not finished {doing} within {timeout_s:g} s{said}"
+                break
+            self._group.poll(min(left_s, TICK_S))
+        return {name: process.answer for name, process in processes.items() if process.answer is not None}
+
+    def _alive(self) -> list[str]:
+        return [name for name in self.results.begun if name not in self.results.failed]
+
+    def _host(self, rank: str) -> str:
+        return self._ranks[rank].host
+
+    def _address(self, rank: str) -> str:
+        return str(self.results.begun[rank]["address"])
+
+    def _peers(self, rank: str) -> list[str]:
+        ends = [pair for pair in self.results.writes if rank in pair]
+        return [end for pair in ends for end in pair if end != rank and end in self.results.begun]
+
+    def _reachable(self, prefill: str, decode: str) -> bool:
+        ends = self._host(prefill), self._host(decode)
+        if not {prefill, decode} <= set(self._alive()):
+            return False
+        links = [*self.results.links.get(ends, ()), *self.results.links.get((ends[1], ends[0]), ())]
+        states = {each["state"] for each in links}
+        return ends[0] == ends[1] or ("ok" in states and "large lost" not in states)
+
+
+def _disjoint(pairs: Sequence[tuple[str, str]], place: Callable[[str], str]) -> Iterator[tuple[str, str]]:
+    """Yields pairs of which no two have a place in common."""
+    taken: set[str] = set()
+    for pair in pairs:
+        ends = {place(each) for each in pair}
+        if taken.isdisjoint(ends):
+            taken |= ends
+            yield pair
+
+
+def _end_of(fatal: Mapping[str, Any] | None, returncode: int | None, output: str) -> str:
+    if fatal is not None and fatal.get("code") == "Garbled":
+        return f"{fatal.get('message')}: a login there must print nothing on stdout (ssh HOST true)"
+    if fatal is not None:
+        return f"{fatal.get('message')} ({fatal.get('code')})"
+    last = output.splitlines()[-1] if output else "it printed nothing"
+    code = returncode or 0
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"its process has ended with {how}: {last}"
+
+
+def is_plain(word: str) -> bool:
+    """Returns whether a shell on the host, which the SSH client starts, takes a word as it is."""
+    return shlex.quote(word) == word

@@ -1,0 +1,198 @@
+"""What a preflight makes of its results: slow pairs, lanes, and the health codes about devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvctl.client.clock import ClockOffset
+from kvctl.lab.preflight.judge import carried_by, findings, pair_rows, to_measure_again
+from kvctl.lab.preflight.run import Options, PlannedRank, Results
+from kvctl_agent.contract import VERSION
+from kvctl_agent.contract.choices import HOST
+from kvctl_agent.host.nics import HostNics
+from tests.support import host_tree
+from tests.support.host_tree import HostTree
+
+GIB = 1 << 30
+OPTIONS = Options("nixl", {}, {}, (), ("ssh",), ("python3",), 5.0)
+PLACES = {"prefill-0": "n1", "prefill-1": "n2", "decode-0": "n3", "decode-1": "n4"}
+RANKS = [
+    PlannedRank(name, "prefill" if name.startswith("prefill") else "decode", host, HOST, True)
+    for name, host in PLACES.items()
+]
+PAIRS = [(prefill, decode) for prefill in ("prefill-0", "prefill-1") for decode in ("decode-0", "decode-1")]
+
+
+class Fleet:
+    """Results of four ranks on four hosts, whose /sys are trees of the test.
+
+    Attributes:
+        results: those of a fleet in which every pair has moved a GiB through the first rail of its host.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.trees: dict[str, HostTree] = {host: host_tree.eight_rails(root / host) for host in PLACES.values()}
+        self.results = Results()
+        for name, host in PLACES.items():
+            self.results.begun[name] = self.begun(host)
+            self.results.clocks[name] = ClockOffset(20_000, 100_000)
+        for ends in ((one, other) for one in PLACES.values() for other in PLACES.values() if one != other):
+            self.results.links[ends] = [{"port": 7000, "state": "ok", "error": "", "rtt_ns": 50_000, "mtu": 9000}]
+        for pair in PAIRS:
+            self.write(pair, "mlx5_0")
+        self.finish()
+
+    def begun(self, host: str) -> dict[str, Any]:
+        return {
+            **{"version": VERSION, "host": host, "pid": 1, "processes": host, "boot": host, "address": host},
+            **{"ports": [7000], "ports_refused": {}, "facts": [], "devices": self.devices(host)},
+            "transport": {"backend": "UCX", "environment": []},
+        }
+
+    def devices(self, host: str) -> dict[str, Any]:
+        reader = HostNics(self.trees[host].root)
+        lane = {"devices": ["mlx5_0:1"], "source": "settings", "protocol": ""}
+        return {
+            **{"host": host, "network": "net:[1]", "nics": reader.read(), "left_out": 0, "cpu_nodes": [0]},
+            **{"segments_sent_total": 0, "segments_retransmitted_total": 0, "segments_duplicate_total": 0},
+            **{"gpu": None, "lane": lane, "gid_index": None},
+        }
+
+    def write(self, pair: tuple[str, str], device: str, gb_per_s: float = 20.0, **more: Any) -> None:
+        before = HostNics(self.trees[PLACES[pair[0]]].root).read()
+        for name in pair:
+            self.trees[PLACES[name]].carry(device, GIB)
+        self.results.writes[pair] = {
+            **{"error": "", "wrong_bytes": False, "round": 1, "gb_per_s": gb_per_s, "latency_ns": 5_000},
+            **{"first_ns": 1_000_000, "moved_bytes": GIB, "before": before},
+            **{"after": HostNics(self.trees[PLACES[pair[0]]].root).read(), **more},
+        }
+
+    def finish(self) -> None:
+        self.results.devices = {name: self.devices(host) for name, host in PLACES.items()}
+
+    def rows(self) -> dict[tuple[str, str], dict[str, Any]]:
+        return {(row["prefill"], row["decode"]): row for row in pair_rows(RANKS, PAIRS, self.results)}
+
+    def found(self) -> list[tuple[str, str]]:
+        return [
+            (each.code, each.subject) for each in findings(RANKS, list(self.rows().values()), self.results, OPTIONS)
+        ]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    return Fleet(tmp_path)
+
+
+def test_equal_pairs_are_ok_and_their_rail_is_known_from_its_counters(fleet: Fleet) -> None:
+    assert fleet.found() == []
+    for row in fleet.rows().values():
+        assert (row["verdict"], row["lane"], row["lane_source"]) == ("ok", "rdma", "counters")
+        assert row["carried"] == {"mlx5_0:1": GIB}
+        assert row["mtu"] == 9000
+
+
+def test_a_slow_pair_is_compared_with_those_of_its_round(fleet: Fleet) -> None:
+    slow = ("prefill-0", "decode-1")
+    fleet.write(slow, "mlx5_0", gb_per_s=2.0)
+    assert ("KV_LANE_SLOW", "n1 → n4") in fleet.found()
+    again = to_measure_again(list(fleet.rows().values()))
+    assert again[0] == slow
+    assert set(again) == set(PAIRS)
+    # Now the host is busy, and the others are as slow.
+    for pair in again:
+        fleet.write(pair, "mlx5_0", gb_per_s=1.5, round=2)
+    assert {row["verdict"] for row in fleet.rows().values()} == {"ok"}
+
+
+def test_pairs_with_a_slow_host_are_one_finding(fleet: Fleet) -> None:
+    for prefill in ("prefill-0", "prefill-1"):
+        fleet.write((prefill, "decode-1"), "mlx5_0", gb_per_s=1.0)
+    assert fleet.found() == [("KV_LANE_SLOW", "n1 and n2 → n4")] or ("KV_LANE_SLOW", "n1, n2 → n4") in fleet.found()
+
+
+def test_a_late_pair_is_odd_however_fast_it_is(fleet: Fleet) -> None:
+    fleet.write(("prefill-0", "decode-0"), "mlx5_0", latency_ns=50_000_000)
+    row = fleet.rows()["prefill-0", "decode-0"]
+    assert (row["verdict"], row["problem"]) == ("warning", "a small write takes 50 ms, elsewhere 5 µs")
+
+
+def test_wrong_bytes_and_writes_that_do_not_end_are_critical(fleet: Fleet) -> None:
+    fleet.write(("prefill-0", "decode-0"), "mlx5_0", wrong_bytes=True)
+    fleet.write(("prefill-1", "decode-1"), "mlx5_0", error="a write of 64 bytes to decode-1 was not complete after 5 s")
+    assert fleet.found() == [("KV_DATA_BLOCKED", "n2 → n4"), ("KV_CHECKSUM_MISMATCH", "prefill-0 → decode-0")]
+    assert [fleet.rows()[pair]["verdict"] for pair in PAIRS] == ["critical", "ok", "ok", "critical"]
+
+
+def test_bytes_that_take_tcp_on_a_host_with_rdma_are_named(fleet: Fleet) -> None:
+    fresh = Fleet(next(iter(fleet.trees.values())).root.parent / "tcp")
+    del fleet
+    for name, host in PLACES.items():
+        fresh.results.begun[name] = fresh.begun(host)
+    for pair in PAIRS:
+        fresh.write(pair, "eth0")
+    fresh.finish()
+    assert {row["lane"] for row in fresh.rows().values()} == {"tcp"}
+    assert {code for code, _ in fresh.found()} == {"KV_LANE_NOT_RDMA"}
+
+
+def test_a_rail_that_carries_nothing_while_another_does_is_named(fleet: Fleet) -> None:
+    root = next(iter(fleet.trees.values())).root.parent / "rails"
+    fresh = Fleet(root)
+    for name, host in PLACES.items():
+        fresh.results.begun[name] = fresh.begun(host)
+    for pair in PAIRS:
+        fresh.write(pair, "mlx5_3")
+    fresh.finish()
+    assert {code for code, _ in fresh.found()} == {"KV_RAIL_IDLE"}
+    assert fresh.rows()[PAIRS[0]]["carried"] == {"mlx5_3:1": GIB}
+
+
+def test_a_clock_that_is_off_is_named(fleet: Fleet) -> None:
+    fleet.results.clocks["decode-1"] = ClockOffset(10_000_000_000, 100_000)
+    (found,) = fleet.found()
+    assert found[0] == "KV_CLOCK_SKEW"
+    assert "n4" in found[1]
+
+
+def test_a_rank_that_did_not_start_and_an_older_kvctl_are_named_with_the_host(fleet: Fleet) -> None:
+    fleet.results.failed["prefill-0"] = "its process has ended with exit code 255: Permission denied (publickey)."
+    del fleet.results.writes["prefill-0", "decode-0"], fleet.results.writes["prefill-0", "decode-1"]
+    fleet.results.begun["decode-0"]["version"] = "0.0.1"
+    assert fleet.found() == [("KV_NOT_READY", "n1"), ("KV_COMPAT_MISMATCH", "n3")]
+    assert fleet.rows()["prefill-0", "decode-0"]["problem"].endswith("Permission denied (publickey).")
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "subject"),
+    [
+        ("no answer", "KV_PEER_LOST", "n1 → n3"),
+        ("refused", "KV_PEER_LOST", "n1 → n3"),
+        ("unresolved", "KV_PEER_LOST", "n1 → n3"),
+        ("large lost", "KV_DATA_BLOCKED", "n1 → n3"),
+    ],
+)
+def test_links_that_fail_are_named_with_their_direction(fleet: Fleet, state: str, code: str, subject: str) -> None:
+    fleet.results.links["n1", "n3"] = [
+        {"port": 7000, "state": state, "error": "it fails", "rtt_ns": None, "mtu": 1500, "passes": 940}
+    ]
+    assert fleet.found() == [(code, subject)]
+
+
+def test_a_host_that_nobody_reaches_is_one_finding(fleet: Fleet) -> None:
+    for ends in fleet.results.links:
+        if "n3" in ends:
+            lost = {"port": 7000, "state": "no answer", "error": "it fails", "rtt_ns": None, "mtu": None}
+            fleet.results.links[ends] = [lost]
+    assert fleet.found() == [("KV_PEER_LOST", "n3 ↔ n1, n2 and n4")]
+
+
+def test_devices_that_carried_little_are_not_the_lane(fleet: Fleet) -> None:
+    nics = HostNics(fleet.trees["n1"].root)
+    before = nics.read()
+    fleet.trees["n1"].carry("mlx5_1", GIB // 4)
+    assert carried_by(before, HostNics(fleet.trees["n1"].root).read(), GIB) == ("", {})
