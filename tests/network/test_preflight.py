@@ -20,7 +20,8 @@ from tests.network.hosts import Network
 PATIENCE_S = 60.0
 PORT = 7001
 LAYOUT = ("--prefill-tp", "2", "--decode-dp", "2")
-DATA_PORTS = f"tcp dport != {{ {PORT} }} tcp sport != {{ {PORT} }}"
+# Two ports each: nft would compare both fields at once with single ones, and match more.
+DATA_PORTS = f"tcp dport != {{ {PORT}, 7311 }} tcp sport != {{ {PORT}, 7311 }}"
 # Long enough for a busy machine, and what a test of a fault waits for a few times.
 DEADLINE = ("--deadline", "15s", "--port", str(PORT))
 

@@ -165,8 +165,9 @@ def findings(
 
 def _rank_findings(ranks: Sequence[PlannedRank], results: Results, options: Options) -> Iterator[Finding]:
     alike: dict[tuple[str, str], list[str]] = {}
+    overdue = {prefill for (prefill, _), written in results.writes.items() if written.get("overdue")}
     for rank in ranks:
-        if rank.name in results.failed:
+        if rank.name in results.failed and rank.name not in overdue:  # named with its pair otherwise
             alike.setdefault((rank.host, results.failed[rank.name]), []).append(rank.name)
     for (host, text), names in alike.items():
         login = " ".join(

@@ -262,6 +262,12 @@ class Preflight:
                     self._options.deadline_s,
                 )
         written = self._ask(asked, 3 * self._options.deadline_s + 15.0, "writing to its peer")
+        for prefill, decode in pairs:
+            if prefill in asked and prefill not in written:
+                # An engine that opens a connection may wait for the kernel, which gives up after two minutes.
+                text = f"{prefill}: {self.results.failed[prefill]}"
+                lost = {"error": text, "overdue": True, "wrong_bytes": False, "round": self._round}
+                self.results.writes[prefill, decode] = lost
         checks = {decode: messages.Check(written[prefill]["nbytes"]) for prefill, decode in pairs if prefill in written}
         checked = self._ask(checks, 15.0, "comparing its memory")
         for prefill, decode in pairs:
@@ -276,7 +282,8 @@ class Preflight:
         deadline = time.monotonic() + timeout_s
         processes = {name: self._group.processes[name] for name in commands}
         for name, command in commands.items():
-            processes[name].send(command)
+            if processes[name] in self._group.running:  # the end of others is seen below
+                processes[name].send(command)
         waiting = set(commands)
         while waiting:
             for name in sorted(waiting):

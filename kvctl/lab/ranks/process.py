@@ -75,8 +75,8 @@ class RankProcess:
                 # Its own process group: Ctrl-C at the terminal reaches only the parent, which ends the ranks.
                 self._process = subprocess.Popen(
                     [*program, *(() if stdio else inherited)],
-                    stdin=child_end if stdio else subprocess.DEVNULL,
-                    stdout=child_end if stdio else subprocess.PIPE,
+                    stdin=child_end.fileno() if stdio else subprocess.DEVNULL,
+                    stdout=child_end.fileno() if stdio else subprocess.PIPE,
                     stderr=subprocess.PIPE if stdio else subprocess.STDOUT,
                     pass_fds=() if stdio else (child_end.fileno(),),
                     env=dict(environment),

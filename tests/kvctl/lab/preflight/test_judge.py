@@ -128,6 +128,15 @@ def test_wrong_bytes_and_writes_that_do_not_end_are_critical(fleet: Fleet) -> No
     assert [fleet.rows()[pair]["verdict"] for pair in PAIRS] == ["critical", "ok", "ok", "critical"]
 
 
+def test_a_writer_that_hangs_is_named_with_its_pair_only(fleet: Fleet) -> None:
+    text = "prefill-0: it has not finished writing to its peer within 30 s"
+    fleet.results.failed["prefill-0"] = text
+    fleet.results.writes["prefill-0", "decode-0"] = {"error": text, "overdue": True, "wrong_bytes": False, "round": 1}
+    del fleet.results.writes["prefill-0", "decode-1"]
+    assert fleet.found() == [("KV_DATA_BLOCKED", "n1 → n3")]
+    assert fleet.rows()["prefill-0", "decode-1"]["verdict"] == "critical"
+
+
 def test_bytes_that_take_tcp_on_a_host_with_rdma_are_named(fleet: Fleet) -> None:
     fresh = Fleet(next(iter(fleet.trees.values())).root.parent / "tcp")
     del fleet
