@@ -33,8 +33,9 @@ READING = (
     "peers cost", "metrics show", "metrics schema", "events", "bootstrap", "stacks", "doctor", "health show",
     "health detail", "health explain", "health codes", "health mutes", "config show", "config explain", "version",
 )  # fmt: skip
-# Parameters that remove something or are not about the fleet, by command. No tool has a parameter that names a file.
-HIDDEN = {"agents": {"prune"}, "doctor": {"command"}}
+# Parameters that remove something, or are about something else than the fleet, by command: an assistant must not reach
+# any server that it names. No tool has a parameter that names a file.
+HIDDEN = {"agents": {"prune"}, "doctor": {"command", "urls"}}
 # Global options that a tool has; those that choose the fleet are set when the server starts.
 SHARED = {"labels", "filters", "sort_by"}
 TIME_LIMIT_S = 45.0  # clients wait a minute

@@ -105,6 +105,7 @@ def test_no_tool_is_a_command_that_asks_before_it_changes_something_or_writes_a_
 
     for name, parameters in asyncio.run(_used(mcp_server.make_server([]), use)):
         hidden = {"endpoint", "context", "key", "server_key", "from", "output", "watch", "prune", "perfetto", "command"}
+        hidden |= {"url"}
         assert not parameters & (hidden - ({"key"} if name == "config_explain" else set())), name
 
 
