@@ -12,8 +12,11 @@ from tests.support.exporter import Exporter, recorded
 
 
 @pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause between readings, and time limits that a busy machine keeps."""
     monkeypatch.setattr("kvctl.commands.health_query.METRICS_PAUSE_S", 0.0)
+    monkeypatch.setattr("kvctl.commands.health_query._FIRST_TIMEOUT_NS", 60_000_000_000)
+    monkeypatch.setenv("KVCTL_TIMEOUT", "60s")
 
 
 @pytest.fixture
