@@ -20,16 +20,19 @@ class Exporter:
 
     Attributes:
         text: the answer, which tests change.
+        later: the answers after the next one, if they differ.
         url: of the server.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self.later: str | None = None
         exporter = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 body = exporter.text.encode()
+                exporter.text, exporter.later = exporter.later or exporter.text, None
                 self.send_response(200 if self.path.partition("?")[0] == "/metrics" else 404)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

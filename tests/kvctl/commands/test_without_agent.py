@@ -34,17 +34,13 @@ def test_doctor(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
     assert "this host" not in outcome.out
 
 
-def test_doctor_of_a_server_that_fails(kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_of_a_server_that_fails(kvctl: Any) -> None:
     with Exporter(recorded("vllm-decode-failed-1")) as server:
-        monkeypatch.setattr("kvctl.commands.health_query.time.sleep", lambda _: fails(server))
+        server.later = recorded("vllm-decode-failed-2")
         outcome = kvctl("doctor", "--url", server.url, "-o", "json")
     (found,) = json.loads(outcome.out)["data"]
     assert (outcome.code, found["code"], found["severity"]) == (1, "KV_REQUESTS_FAILED", "warning")
     assert found["next"] == f"kvctl metrics show -e {server.url}/metrics"
-
-
-def fails(server: Exporter) -> None:
-    server.text = recorded("vllm-decode-failed-2")
 
 
 @pytest.mark.parametrize("more", [("--host-only",), ("--", "vllm", "serve", "MODEL")])
