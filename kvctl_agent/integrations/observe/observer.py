@@ -118,7 +118,6 @@ class Observer:
             self.region.close()
             raise
         self._open_events()  # what is applied without a link would fill memory
-        logger.info("kvctl: %s is observed; look at it with: kvctl status", self.name)
 
     def close(self) -> None:
         """Removes the admin socket and the region."""

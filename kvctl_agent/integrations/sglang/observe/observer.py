@@ -88,6 +88,7 @@ def _hook_manager(manager_class: Any) -> None:
             observer.start()
             manager._kvctl_observer = observer
             scheduler_turns.watch(observer.turn)
+            logger.info("kvctl: %s is observed; look at it with: kvctl status", observer.name)
         except Exception as error:
             logger.error("kvctl: this rank is not observed: %s", error)
 

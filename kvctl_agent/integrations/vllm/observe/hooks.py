@@ -73,7 +73,11 @@ _posting = _Posting()
 def base_id(request: str) -> str:
     """Returns a request id without vLLM's random end, as push mode matches the ids of both engines."""
     head, dash, end = request.rpartition("-")
-    return head if dash and len(end) == _RANDOM_DIGITS and all(c in "0123456789abcdefABCDEF" for c in end) else request
+    return (
+        head
+        if head and dash and len(end) == _RANDOM_DIGITS and all(c in "0123456789abcdefABCDEF" for c in end)
+        else request
+    )
 
 
 def blocks_of(groups: Iterable[Any] | None) -> int:
@@ -93,9 +97,10 @@ def _see(scheduler: Any, *event: Any) -> None:
 def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
     params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
     if params.get("do_remote_decode"):
-        _see(scheduler, "arrived", now_ns(), request.request_id, "", tokens)
+        _see(scheduler, "arrived", now_ns(), "prefill", request.request_id, "", tokens)
     elif params.get("do_remote_prefill"):
-        _see(scheduler, "arrived", now_ns(), request.request_id, str(params.get("remote_request_id") or ""), tokens)
+        remote = str(params.get("remote_request_id") or "")
+        _see(scheduler, "arrived", now_ns(), "decode", request.request_id, remote, tokens)
     elif scheduler.vllm_config.kv_transfer_config.kv_role == "kv_consumer":
         _see(scheduler, "computed_here", now_ns())
 
@@ -140,8 +145,8 @@ def _of_scheduler(watch: Watch, seen: Iterable[tuple[Any, ...]]) -> None:
     now = now_ns()
     for name, at_ns, *arguments in seen:
         if name == "arrived":
-            request, remote, tokens = arguments
-            arguments = [request, base_id(request) if watch.push else remote or request, tokens]
+            role, request, remote, tokens = arguments
+            arguments = [role, request, base_id(request) if watch.push else remote or request, tokens]
         at_ns = at_ns if abs(now - at_ns) < _SKEW_NS else now
         watch.events.add(_SCHEDULER_EVENTS[name], at_ns, *arguments)
 
@@ -158,7 +163,7 @@ def _allocated(watch: Watch, request: str, meta: Any) -> None:
     remote, at_ns = meta.remote, now_ns()
     blocks = blocks_of(meta.local_block_ids)
     transfer = base_id(request) if watch.push else remote.request_id
-    watch.events.add(Tracker.arrived, at_ns, request, transfer)
+    watch.events.add(Tracker.arrived, at_ns, "decode", request, transfer)
     server = Server(str(remote.host), int(remote.port), getattr(meta, "pp_size", 1))
     cached = max(getattr(meta, "local_num_computed_blocks", ()), default=0)
     watch.events.add(Tracker.allocated, at_ns, request, blocks, cached, remote.engine_id, server)
@@ -262,7 +267,10 @@ def _notifications(_: int, result: Any, agent: Any, *__: Any, **___: Any) -> Non
         return
     for sender, messages in result.items():
         for message in messages:
-            _notification(watch, str(sender), message)
+            try:
+                _notification(watch, str(sender), message)
+            except (ValueError, KeyError, TypeError, msgspec.MsgspecError):
+                watch.events.add(Tracker.unreadable, now_ns(), str(sender))
 
 
 def _notification(watch: Watch, sender: str, message: bytes) -> None:

@@ -113,6 +113,7 @@ def _begin(worker: Any, role: Role) -> None:
         observer.start()
         worker._kvctl_observer = observer
         watch.turn = observer.turn
+        logger.info("kvctl: %s is observed; look at it with: kvctl status", observer.name)
     except Exception as error:
         logger.error("kvctl: this worker is not observed: %s: %s", type(error).__name__, error)
 

@@ -128,9 +128,12 @@ class Tracker:
 
     # ---- both roles ------------------------------------------------------------------------------------------------
 
-    def arrived(self, at_ns: int, request: str, transfer: str, tokens: int | None = None) -> None:
-        """A request that is handed over has arrived; a hash of `transfer` is the room."""
-        if request in self.rooms:
+    def arrived(self, at_ns: int, role: Role, request: str, transfer: str, tokens: int | None = None) -> None:
+        """A request that is handed over has arrived; a hash of `transfer` is the room.
+
+        Of an engine with both roles, requests of one of them are shown.
+        """
+        if request in self.rooms or role != self.shape.role:
             return
         number = room_number(encodable(transfer)[:1024])
         if any(room.record.room == number for room in self.rooms.values()):
@@ -159,6 +162,11 @@ class Tracker:
             room.reason = code, f"{text} ({listed(names)})" if names else text
         elif request is None:
             self._note("peer", text, "error", at_ns=at_ns)
+
+    def unreadable(self, at_ns: int, agent: str) -> None:
+        """A NIXL agent has sent a notification that has none of vLLM's forms."""
+        name = self._names.name_of(agent)
+        self._note("peer", "sent a notification that cannot be read", "warning", peer=name, at_ns=at_ns)
 
     def ended(self, at_ns: int, request: str, aborted: bool) -> None:
         """The scheduler has ended the request, and nothing of it is held or awaited."""
@@ -275,6 +283,9 @@ class Tracker:
         read, readers = room.readers
         if (readers and read >= readers) or (room.posted and room.moved >= room.posted):
             self._finish(request, at_ns, RoomState.SUCCESS, "sent")
+            return
+        if room.reason is not None:
+            self._fail(request, at_ns, *room.reason)
             return
         blocks = f"its {room.record.pages} blocks" if room.record.pages else "its blocks"
         claimed = f" by {listed(room.record.peers)}" if room.record.peers else ""

@@ -231,23 +231,37 @@ def test_push_at_both_ends(engine: Callable[..., Engine]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("cmpl-1-0123abcd", "cmpl-1"), ("cmpl-1", "cmpl-1"), ("1-0123ABCD", "1"), ("a-0123abcg", "a-0123abcg"), ("", "")],
+    [
+        ("cmpl-1-0123abcd", "cmpl-1"),
+        ("cmpl-1", "cmpl-1"),
+        ("1-0123ABCD", "1"),
+        ("a-0123abcg", "a-0123abcg"),
+        ("-0123abcd", "-0123abcd"),
+        ("", ""),
+    ],
 )
 def test_ids_without_their_random_end(name: str, expected: str) -> None:
     assert hooks.base_id(name) == expected
 
 
-def test_a_message_that_cannot_be_read_removes_its_hook_alone(
-    engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "message", [b"PUSH_REG:\xc1", b"PUSH_REG:\x01", b"PUSH_REG:\x80", b"HB:\xff", b"p-1:many", b""]
+)
+def test_a_message_that_cannot_be_read_is_noted_and_costs_itself_alone(
+    engine: Callable[..., Engine], message: bytes
 ) -> None:
-    prefill = engine("Push", "prefill")
-    prefill.agent.notifications = {"decode": [b"PUSH_REG:\xc1"]}
-    with caplog.at_level(logging.ERROR, "kvctl"):
-        assert prefill.agent.get_new_notifs() == {"decode": [b"PUSH_REG:\xc1"]}
-    assert "hook on NixlWrapper.get_new_notifs removed" in caplog.text
-    prefill.scheduler.on_new_request(request("p-1", do_remote_decode=True))
+    prefill = engine("Pull", "prefill")
+    asked = request("p-1", do_remote_decode=True)
+    prefill.scheduler.on_new_request(asked)
+    prefill.scheduler.request_finished(asked, ([1],))
     prefill.step()
-    assert len(prefill.rooms()) == 1
+    prefill.agent.notifications = {"decode": [message, b"HB:p-1"]}
+    prefill.step()
+    assert prefill.room()["state"] == "WaitingForInput"
+    events = folded(prefill.tracker.telemetry).recorder.since(None, 100)["events"]
+    noted = [event["text"] for event in events if event["severity"] in ("warning", "error")]
+    assert len(noted) == 1
+    assert "cannot be read" in noted[0] or "after they had been freed" in noted[0]
 
 
 def test_methods_that_a_release_does_not_have_are_named_and_the_others_hooked(

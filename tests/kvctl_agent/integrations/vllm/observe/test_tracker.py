@@ -56,7 +56,7 @@ def posted(at_ns: int, request: str = "d-1", path: str = "read", engine: str = "
 
 
 READ = (
-    (Tracker.arrived, 1 * MS, "d-1", "p-1", 100),
+    (Tracker.arrived, 1 * MS, "decode", "d-1", "p-1", 100),
     (Tracker.connecting, 2 * MS, "prefill", PREFILL, (0,)),
     (Tracker.allocated, 3 * MS, "d-1", 4, 0, "prefill", PREFILL),
     (Tracker.connected, 5 * MS, PREFILL, ((0, 0),), 3 * MS),
@@ -133,12 +133,12 @@ class TestDecode:
 
     def test_two_requests_of_one_transfer_are_one_room(self) -> None:
         seen = tracker("decode")
-        apply(seen, READ[0], (Tracker.arrived, 2 * MS, "d-2", "p-1", 100))
+        apply(seen, READ[0], (Tracker.arrived, 2 * MS, "decode", "d-2", "p-1", 100))
         assert list(seen.rooms) == ["d-1"]
         assert "another request with the id p-1 is not shown: d-2" in texts(seen)
 
 
-HELD = ((Tracker.arrived, 1 * MS, "p-1", "p-1", 100), (Tracker.held, 4 * MS, "p-1", 4, 30.0))
+HELD = ((Tracker.arrived, 1 * MS, "prefill", "p-1", "p-1", 100), (Tracker.held, 4 * MS, "p-1", 4, 30.0))
 
 
 class TestPrefill:
@@ -195,6 +195,18 @@ class TestPrefill:
         room = row(seen)
         assert (room["state"], room["bytes"], room["paths"]) == ("Success", 4 * BLOCK, {"write": 1})
         assert {event["peer"] for event in room["timeline"] if event["stage"] == "wire"} == {"decode-tp0@10.0.0.2:5601"}
+
+    def test_a_write_that_failed_is_the_cause_and_not_its_lease(self) -> None:
+        seen = tracker("prefill")
+        write = posted(9 * MS, "p-1", "write", "decode")
+        reason = (Tracker.reason, 10 * MS, "p-1", "KV_TRANSPORT", "transfer failed: state ERR")
+        apply(seen, *HELD, (Tracker.posted, 9 * MS, write), reason, (Tracker.released, 31_000 * MS, "p-1"))
+        assert row(seen)["failure"]["code"] == "KV_TRANSPORT"
+
+    def test_a_request_of_the_other_role_is_not_shown(self) -> None:
+        seen = tracker("prefill")
+        apply(seen, READ[0])
+        assert not seen.rooms
 
     def test_events_of_unknown_requests_change_nothing(self) -> None:
         seen = tracker("prefill")
