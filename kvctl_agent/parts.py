@@ -22,7 +22,7 @@ from kvctl_agent.contract.snapshots import Integration, Role
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError, MemoryLayoutError
-from kvctl_agent.gil import GilSharing
+from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.host.keys import KeyPair
 from kvctl_agent.host.processors import FEW_CORES, available_cores, copy_threads, engine_threads
 from kvctl_agent.host.sockets import shortage
@@ -176,7 +176,8 @@ class AgentParts:
         self._engine_threads = engine_thread_count(params) if pool.device is None else 0
         check_settings(settings, pool, self._engine_threads)
         self._few_cores = available_cores() <= FEW_CORES
-        self._sharing = GilSharing(self._few_cores)
+        self._turns = turns_of_loop(self._few_cores)
+        self._event_query = pool.device.event_query if pool.device is not None else 0
         self._reported: deque[ev.Event] = deque()
         with contextlib.ExitStack() as undo:
             self.telemetry = self._new_telemetry(clock, incarnation, undo) if former is None else former.telemetry
@@ -253,7 +254,8 @@ class AgentParts:
                 many=not self._few_cores,
                 checksums=checksums_of(pool, copier) if settings["checksum"] else None,
                 on_device=pool.device is not None,
-                sharing=self._sharing,
+                yield_if_due=self._turns.yield_if_due,
+                event_query=bool(self._event_query),
             )
             self.event_poller = EventPoller(pool.device, self.mailbox.wake) if pool.device is not None else None
         self.chooser = PathChooser(self.local.shape, pool.page_size, settings["path"], settings["staging"])
@@ -325,7 +327,7 @@ class AgentParts:
             arrivals=self.arrivals,
             event_poller=self.event_poller,
             reported=self._reported,
-            wait=InputWait(self._sharing, telemetry.waited, self.arrivals, self._few_cores),
+            wait=InputWait(self._turns, telemetry.waited, self.arrivals, self._few_cores, self._event_query),
             server=server,
             authenticator=authenticator,
             inputs=self.inputs if settings["record_inputs"] else None,

@@ -46,7 +46,13 @@ PageIds = npt.NDArray[np.int32]
 
 
 class Event(Protocol):
-    """An event on a stream; it is done when all work enqueued before it has ended."""
+    """An event on a stream; it is done when all work enqueued before it has ended.
+
+    Attributes:
+        handle: The driver's handle.
+    """
+
+    handle: Any
 
     def done(self) -> bool:
         """Returns whether the event is done, without waiting; once True, the result stays True.
@@ -401,6 +407,7 @@ class Device(Protocol):
         index: Number of the device in this process, as in the engine's tensors.
         name: Display name.
         pci: PCI address as in /sys, such as 0000:19:00.0; None for a device that is not on a PCI bus.
+        event_query: Address of the driver's function that tells the state of an event; 0 if it has none.
     """
 
     @property
@@ -411,6 +418,9 @@ class Device(Protocol):
 
     @property
     def pci(self) -> str | None: ...
+
+    @property
+    def event_query(self) -> int: ...
 
     def allocate(self, nbytes: int, pool: str = "default") -> DeviceMemory:
         """Allocates memory, aligned to at least 256 bytes, not zeroed.

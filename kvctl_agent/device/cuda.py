@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvctl_agent.device import topology
 from kvctl_agent.device.base import DeviceMemory, Event, Export, Mapping, RowCopies
-from kvctl_agent.device.driver import Context, checked, load
+from kvctl_agent.device.driver import Context, checked, load, load_short_calls
 from kvctl_agent.device.events import CudaEvent, EventPool, event_of
 from kvctl_agent.device.kernels import Kernels
 from kvctl_agent.device.memory import ExportableMemory, PlainMemory, fabric_refusal
@@ -77,6 +77,10 @@ class CudaDevice:
 
     def copies(self) -> RowCopies:
         return CudaRowCopies(self.context, self.kernels, self.events)
+
+    @property
+    def event_query(self) -> int:
+        return load_short_calls().address("cuEventQuery")
 
     def event_of(self, event: Any) -> CudaEvent:
         return event_of(self.context, event)

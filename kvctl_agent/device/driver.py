@@ -111,10 +111,15 @@ class ShortCalls:
         self._driver = driver
 
     def __getattr__(self, name: str) -> Callable[..., tuple[Any]]:
-        failed, address, *_ = self._driver.cuGetProcAddress(name.encode(), _ABI, 0)
-        call = getattr(self._driver, name) if failed or not address else self._short(address, _SHORT[name])
+        address = self.address(name)
+        call = self._short(address, _SHORT[name]) if address else getattr(self._driver, name)
         setattr(self, name, call)
         return call
+
+    def address(self, name: str) -> int:
+        """Returns the address of a function of the driver; 0 if the driver does not provide it."""
+        failed, address, *_ = self._driver.cuGetProcAddress(name.encode(), _ABI, 0)
+        return 0 if failed else int(address)
 
     def _short(self, address: int, types: tuple[Any, ...]) -> Callable[..., tuple[Any]]:
         function, status = ctypes.PYFUNCTYPE(ctypes.c_int, *types)(address), self._driver.CUresult

@@ -1,7 +1,8 @@
-"""All C and C++ code of the agent, which needs no GIL: copies in host memory, and writes and tags of NIXL.
+"""All C and C++ code of the agent, which needs no GIL: copies in host memory, writes and tags of NIXL, and waits.
 
-`row_copies` copies between a pool's pages and staging; `nixl_requests` posts writes and waits for tags. Both include
-`common.h`. `pyproject.toml` declares how they are built; there is no second implementation in Python.
+`row_copies` copies between a pool's pages and staging; `nixl_requests` posts writes and waits for tags; `turns` waits,
+and borrows the GIL from the main thread afterwards. All include `common.h`. `pyproject.toml` declares how they are
+built; there is no second implementation in Python.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ try:
     # Not `from kvctl_agent.native import`, whose error is of a circular import and names this package.
     import kvctl_agent.native.nixl_requests as nixl_requests
     import kvctl_agent.native.row_copies as row_copies
+    import kvctl_agent.native.turns as turns
 except ImportError as error:
     raise ImportError(
         f"kvctl_agent's native code cannot be loaded ({error}): in a checkout, build it: make setup, or pip install "
@@ -17,4 +19,4 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-__all__ = ["nixl_requests", "row_copies"]
+__all__ = ["nixl_requests", "row_copies", "turns"]

@@ -1,4 +1,4 @@
-/* Common to row_copies.c and nixl_requests.cpp: checked arithmetic, arrays from Python, forks, and `Then`. */
+/* Common to the native code: checked arithmetic, arrays from Python, forks, `Then` and `TurnsCalls`. */
 #ifndef KVCTL_AGENT_NATIVE_H
 #define KVCTL_AGENT_NATIVE_H
 
@@ -23,6 +23,15 @@ typedef struct {
     void (*run)(void *self, int number, int thread); /* `thread` counts the threads of the pool from 1; 0: the caller's */
     void *self;
 } Then;
+
+/* What a wait of the control loop calls in place of Py_BEGIN_ALLOW_THREADS and Py_END_ALLOW_THREADS: an object's attribute
+ * `calls` has it in a capsule of the name `TURNS`. */
+#define TURNS "kvctl_agent.turns"
+typedef struct {
+    void *(*release)(void *self);
+    void (*acquire)(void *self, void *released);
+    void *self;
+} TurnsCalls;
 
 static inline int64_t clock_ns(clockid_t clock)
 {

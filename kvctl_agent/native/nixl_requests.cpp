@@ -249,8 +249,14 @@ PyObject *library_wait(PyObject *object, PyObject *args)
     Library *self = reinterpret_cast<Library *>(object);
     Py_buffer polled;
     long long timeout_ns, pause_ns, share;
-    if (!PyArg_ParseTuple(args, "w*LLL", &polled, &timeout_ns, &pause_ns, &share))
+    PyObject *capsule;
+    if (!PyArg_ParseTuple(args, "w*LLLO", &polled, &timeout_ns, &pause_ns, &share, &capsule))
         return nullptr;
+    const TurnsCalls *turns = static_cast<TurnsCalls *>(PyCapsule_GetPointer(capsule, TURNS));
+    if (turns == nullptr) {
+        PyBuffer_Release(&polled);
+        return nullptr;
+    }
     PyObject *found = nullptr;
     const bool polls = polled.len % sizeof(pollfd) == 0 && reinterpret_cast<uintptr_t>(polled.buf) % alignof(pollfd) == 0;
     if (!is_open(self) || !polls || pause_ns <= 0 || share <= 0) {
@@ -258,10 +264,10 @@ PyObject *library_wait(PyObject *object, PyObject *args)
     } else {
         Tags tags;
         int64_t ended_ns;
-        Py_BEGIN_ALLOW_THREADS
+        void *released = turns->release(turns->self);
         wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd), std::max(timeout_ns, 0LL), pause_ns, share, tags);
         ended_ns = now_ns();
-        Py_END_ALLOW_THREADS
+        turns->acquire(turns->self, released);
         if (PyObject *by_sender = dict_of(tags))
             found = Py_BuildValue("(NL)", by_sender, static_cast<long long>(ended_ns));
     }
@@ -734,9 +740,9 @@ PyGetSetDef requests_getset[] = {
 };
 PyMethodDef library_methods[] = {
     {"wait", library_wait, METH_VARARGS,
-     "wait(polled, timeout_ns, pause_ns, share): waits without the GIL until one of an array of struct pollfd is ready or there are tags, for\n"
-     "which it looks at once and after each pause; a pause is 1 / share of the wait so far, but not shorter than pause_ns. Returns the tags by\n"
-     "the sender's name, and the monotonic time at which it had ended."},
+     "wait(polled, timeout_ns, pause_ns, share, turns): waits without the GIL until one of an array of struct pollfd is ready or there are tags, for\n"
+     "which it looks at once and after each pause; a pause is 1 / share of the wait so far, but not shorter than pause_ns. turns is the\n"
+     "capsule `Turns.calls`. Returns the tags by the sender's name, and the monotonic time at which it had ended."},
     {"tell", library_tell, METH_VARARGS, "tell(peer, tag): sends a tag; returns NIXL's status."},
     {"reach", library_reach, METH_VARARGS, "reach(peer, tag): sends the first tag to a peer, without the GIL; returns NIXL's status."},
     {nullptr, nullptr, 0, nullptr},

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
+from kvctl_agent.device.base import Event
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Transfer
 from kvctl_agent.transport.base import Write
@@ -28,6 +29,7 @@ class Flight(ABC):
         descriptors: Descriptors passed to the engine, before it merges them; kernels on path direct.
         posts: Writes submitted to the engine; kernels on path direct.
         row: The aux row that was sent in the tag; None if the part's bytes were written.
+        event: The event of the GPU that the transfer waits for, and nothing else; None if there is none.
     """
 
     def __init__(self, connection: PeerConnection, order: Transfer, began_ns: int) -> None:
@@ -39,6 +41,7 @@ class Flight(ABC):
         self.descriptors = 0
         self.posts = 0
         self.row: bytes | None = None
+        self.event: Event | None = None
 
     @abstractmethod
     def advance(self) -> bool:

@@ -45,7 +45,7 @@ class DirectFlight(Flight):
         pages = np.concatenate((order.src_pages, order.dst_pages), dtype=np.int32)
         mapping.acquire()
         try:
-            self._event = copies.begin(batches, pages, programs=programs)
+            self.event = self._kernels = copies.begin(batches, pages, programs=programs)
         except BaseException:
             mapping.release()
             raise
@@ -74,7 +74,7 @@ class DirectFlight(Flight):
         Raises:
             DeviceError: the kernel failed.
         """
-        if self._mapping is not None and self._event.done():
+        if self._mapping is not None and self._kernels.done():
             self._mapping.release()
             self._mapping = None
         return self._mapping is None

@@ -26,6 +26,7 @@ from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
+from kvctl_agent.native.turns import Turns
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed, StoreAux
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
@@ -169,7 +170,7 @@ class Arrivals:
             shortest *= min(rooms, _MANY_ROOMS)
         return min(max((now - self._active_s) * share, shortest), _LONGEST_S)
 
-    def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+    def wait(self, polled: ctypes.Array[Any], turns: Turns, timeout_s: float, pause_s: float) -> int | None:
         """Lets the transport wait while only tags can make a turn necessary; for the arguments see `wait_for_tags`.
 
         Returns:
@@ -178,7 +179,7 @@ class Arrivals:
         if self._orders or self._checks or self._scatters or time.monotonic_ns() < self._poll_again_ns:
             return None
         try:
-            waited = self._transport.wait_for_tags(polled, timeout_s, pause_s)
+            waited = self._transport.wait_for_tags(polled, turns, timeout_s, pause_s)
         except Exception as error:
             self._poll_failed(error)
             return None

@@ -24,8 +24,9 @@ from typing import Any
 import zmq
 
 from kvctl_agent import gil
+from kvctl_agent.device.base import Event
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.gil import GilSharing
+from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.host.sockets import shortage
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import NOWHERE, Lookup, Rank, Register, Whereabouts
@@ -190,7 +191,7 @@ class ControlLoop:
             arrivals: decode: executes `Scatter`, `Check` and `StoreAux`.
             event_poller: prefill, pool on a device: polls the engine's events.
             reported: events that the tasks have reported, to be handled in the same turn.
-            wait: waits for input; None for one that shares the GIL with no transport.
+            wait: waits for input; None for one without a transport.
             server: first prefill rank: the registry of its instance.
             authenticator: starts the authenticator of the control sockets; None without keys.
             inputs: records every event before the machine handles it.
@@ -222,7 +223,7 @@ class ControlLoop:
         self._channel_due_ns = 0
         self._flush_now = self._ask_now = False
         self._polled: list[zmq.Socket[bytes] | int] = []
-        self._input = InputWait(GilSharing(), telemetry.waited) if wait is None else wait
+        self._input = InputWait(turns_of_loop(), telemetry.waited) if wait is None else wait
         self._sockets_used = True  # those of ZeroMQ, since they were asked and had no input
         self._channel_uses_zmq = True
         self._changes = (-1, -1)
@@ -322,6 +323,7 @@ class ControlLoop:
             self._channel.flush(everything=True)
             self._close_sockets()
             self._telemetry.flush()
+            self._input.end()
 
     def _idle(self) -> bool:
         return all(task.idle() for task in self._tasks)
@@ -351,11 +353,17 @@ class ControlLoop:
         self._sockets_used = bool(ready)
         wait_s = 0.0 if ready else min(max(wait_s, 0.0), _LONGEST_WAIT_S)
         self._telemetry.flush()
-        for index in self._input.wait(wait_s, min(max(due_s, 0.0), _LONGEST_WAIT_S)):
+        for index in self._input.wait(wait_s, min(max(due_s, 0.0), _LONGEST_WAIT_S), self._device_events()):
             socket = self._polled[index]
             if isinstance(socket, int) or _has_input(socket):
                 ready.add(socket)
         return ready
+
+    def _device_events(self) -> Sequence[Event]:
+        """Returns the events of the GPU one of which makes a turn necessary when it is done."""
+        if self._event_poller is None or self._transfers is None:
+            return ()
+        return (*self._event_poller.events(), *self._transfers.events())
 
     def _register_sockets(self) -> None:
         registry_sockets = [

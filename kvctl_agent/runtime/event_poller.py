@@ -1,8 +1,9 @@
 """Polls the engine's device events, and posts the engine's report about a forward once that forward is done.
 
-A device event that completes wakes no thread, so the control loop polls while any event is pending. Each poll takes the
-interpreter lock from the engine; the pause between polls is therefore a small fraction of the time since the last event
-completed. The poller has no deadlines: the machine gets `Launched` for each forward, and enforces its own deadlines.
+A device event that completes wakes no thread, so the control loop looks at the pending events during its wait, without
+the GIL. Where the device's driver has no function for that, the loop polls: each poll takes the GIL from the engine, so
+the pause between polls is a small fraction of the time since the last event completed. The poller has no deadlines: the
+machine gets `Launched` for each forward, and enforces its own deadlines.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from kvctl_agent.protocol import events as ev
 _SHORTEST_S = 20e-6  # without minimal timer slack, the kernel sleeps for about 70 µs
 _LONGEST_S = 200e-6
 _SHARE_OF_SILENCE = 1 / 128
+_WITH_EVENTS_S = 10e-3  # the loop's wait looks at the events itself, without the GIL
 
 
 class PendingEvent(NamedTuple):
@@ -124,9 +126,19 @@ class EventPoller:
         for sender, queue in queues:
             self._post_ready(sender, queue, incomplete)
 
+    def events(self) -> Sequence[Event]:
+        """Returns the events that the rooms wait for first."""
+        if not self._device.event_query or not self._deferred:
+            return ()
+        with self._lock:
+            heads = {queue[0].pending for queue in self._deferred.values()}
+        return [pending.event for pending in heads if pending is not None]
+
     def wait_s(self) -> float:
         if not self._deferred:
             return inf
+        if self._device.event_query:
+            return _WITH_EVENTS_S
         silence_s = time.monotonic() - self._active_s
         return min(max(silence_s * _SHARE_OF_SILENCE, _SHORTEST_S), _LONGEST_S)
 

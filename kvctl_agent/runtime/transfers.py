@@ -15,13 +15,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from kvctl_agent.device.base import Event as DeviceEvent
 from kvctl_agent.device.base import PendingChecksum
 from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, TransportError
-from kvctl_agent.gil import GilSharing
 from kvctl_agent.memory.checksum import Checksums, aux_checksum
 from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
@@ -63,7 +63,8 @@ class Transfers:
         many: whether there are cores, or a GPU, to work on many parts at once.
         checksums: computes a checksum of the bytes of every part, which is sent with it; None to send none.
         on_device: a GPU transfers the parts, so their completion is polled often.
-        sharing: lets the engine's thread run between parts.
+        yield_if_due: lets the engine's thread run; called between parts.
+        event_query: whether waits can end with an event of the GPU.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class Transfers:
         many: bool = False,
         checksums: Checksums | None = None,
         on_device: bool = False,
-        sharing: GilSharing | None = None,
+        yield_if_due: Callable[[], object] = lambda: None,
+        event_query: bool = False,
     ) -> None:
         self._checksums = checksums
         self._summing: list[tuple[Transfer, PendingChecksum]] = []  # parts whose checksum is being computed
         self._on_device = on_device
-        self._sharing = GilSharing() if sharing is None else sharing
+        self._yield_if_due = yield_if_due
+        self._event_query = event_query
         self._many = many
         self._most_active = _ACTIVE_MANY if many or on_device else _ACTIVE
         self._shortest_s = _SHORTEST_MANY_S if many and not on_device else _SHORTEST_S
@@ -143,11 +146,19 @@ class Transfers:
         if self._active:
             if not self._on_device:
                 return self._pause_s
+            if self._event_query and all(flight.event is not None for flight in self._active):
+                return _DRAIN_S  # the events end the wait
             age_s = (time.monotonic_ns() - self._active[-1].began_ns) * 1e-9
             return min(max(age_s * _SHARE_OF_AGE, _SHORTEST_ON_DEVICE_S), _LONGEST_S)
         if self._draining or self._waiting or self._summing:
             return _DRAIN_S
         return max(0.0, self._progress_due_s - time.monotonic())
+
+    def events(self) -> Sequence[DeviceEvent]:
+        """Returns the events of the GPU that flights wait for."""
+        if not self._event_query:
+            return ()
+        return [flight.event for flight in self._active if flight.event is not None]
 
     def turn(self) -> None:
         self._start_job()
@@ -162,7 +173,7 @@ class Transfers:
                 self._moved = True
                 if (ranges := self._telemetry.ranges) is not None:
                     ranges.end(flight)
-            self._sharing.yield_if_due()
+            self._yield_if_due()
         self._drain()
         self._pause_s = self._shortest_s if self._moved else min(2 * self._pause_s, _LONGEST_S)
         if not self._active and time.monotonic() >= self._progress_due_s:
@@ -174,7 +185,7 @@ class Transfers:
             since_ns = time.monotonic_ns()
             self._begin(self._queue.popleft())
             self._moved = True
-            self._sharing.yield_if_due()
+            self._yield_if_due()
             self._starting_ns += time.monotonic_ns() - since_ns
 
     def _may_begin(self) -> bool:

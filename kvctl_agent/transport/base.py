@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.memory.region import Region
+from kvctl_agent.native.turns import Turns
 
 Addresses = npt.NDArray[np.uint64]
 """Absolute addresses in the process they belong to, shape [n]."""
@@ -256,13 +257,14 @@ class Transport(Protocol):
         """
         ...
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> Waited | None:
+    def wait_for_tags(self, polled: ctypes.Array[Any], turns: Turns, timeout_s: float, pause_s: float) -> Waited | None:
         """Waits without the GIL until a tag has arrived or a descriptor is readable.
 
         It looks for tags at once, and again after each pause.
 
         Args:
             polled: Array of `struct pollfd`; their `revents` are set.
+            turns: Turns of the calling thread at the GIL.
             timeout_s: Limit of the wait in seconds.
             pause_s: Seconds between the first two looks for tags. Later pauses grow to a share of the wait, an eighth
                 in host memory, but not beyond a millisecond if they began below it.

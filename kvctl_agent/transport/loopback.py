@@ -32,6 +32,7 @@ import numpy as np
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError, TransportUnavailable
 from kvctl_agent.memory.region import Region
+from kvctl_agent.native.turns import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, Sizes
 from kvctl_agent.transport.checks import CheckedTransport, Ranges, check_tag
 from kvctl_agent.transport.device_map import device_name
@@ -243,7 +244,7 @@ class LoopbackTransport(CheckedTransport[Peer, LoopbackWrite]):
                 landed.append(Arrival(sender, datagram[tag_at:]))
         return landed
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> None:
+    def wait_for_tags(self, polled: ctypes.Array[Any], turns: Turns, timeout_s: float, pause_s: float) -> None:
         return None
 
     def describe(self) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class HostEvent:
         streams: streams that wait for it; such a wait completes the event, as if that stream had run.
     """
 
+    handle = 0
+
     def __init__(self, stream: HostStream | None, work: Callable[[], None], slow: int, after: Event | None) -> None:
         self._stream, self._work, self._left, self._after = stream, work, slow, after
         self.finished = False
@@ -230,6 +232,7 @@ class HostDevice:
         self._driver = HostStream(self)
         self._uuid = f"HOST-{next(_numbers)}"
         self.pci: str | None = None
+        self.event_query = 0
 
     @property
     def name(self) -> str:

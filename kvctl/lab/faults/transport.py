@@ -16,6 +16,7 @@ from typing import Any
 
 from kvctl.lab.faults.injector import FaultInjector
 from kvctl_agent.errors import TransportError
+from kvctl_agent.native.turns import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Transport, Waited, Write
 
 # Long enough that a room can end and its pages can be reused before the bytes land.
@@ -46,10 +47,10 @@ class FaultyTransport:
         post = partial(self._engine.write, peer, local_addrs, remote_addrs, sizes, tag)
         return self._post(post, int(sizes.sum()), local_addrs)
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> Waited | None:
+    def wait_for_tags(self, polled: ctypes.Array[Any], turns: Turns, timeout_s: float, pause_s: float) -> Waited | None:
         if self._faults.find("slow-reader"):
             return None
-        waited = self._engine.wait_for_tags(polled, timeout_s, pause_s)
+        waited = self._engine.wait_for_tags(polled, turns, timeout_s, pause_s)
         return None if waited is None else Waited(waited.ended_ns, self._delivered(waited.arrivals))
 
     def arrivals(self) -> list[Arrival]:

@@ -50,6 +50,7 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, TransportError
 from kvctl_agent.host import resolver
 from kvctl_agent.memory.region import Region, merge_adjacent
+from kvctl_agent.native.turns import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, Sizes
 from kvctl_agent.transport.checks import CheckedTransport, Ranges, check_tag
 from kvctl_agent.transport.mooncake import engine
@@ -173,7 +174,7 @@ class MooncakeTransport(CheckedTransport[Peer, MooncakeWrite]):
                 landed.append(Arrival(self._keys.get(sender.ident) or sender.name, tag))
         return landed
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> None:
+    def wait_for_tags(self, polled: ctypes.Array[Any], turns: Turns, timeout_s: float, pause_s: float) -> None:
         return None
 
     def describe(self) -> dict[str, Any]:

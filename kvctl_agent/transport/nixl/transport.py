@@ -50,6 +50,7 @@ from kvctl_agent.layout.page_indices import FEW
 from kvctl_agent.memory.host_copier import CopyPool
 from kvctl_agent.memory.region import Region
 from kvctl_agent.native import nixl_requests
+from kvctl_agent.native.turns import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Waited
 from kvctl_agent.transport.checks import check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name
@@ -357,12 +358,12 @@ class NixlTransport:
                 landed.append(self._landed.popleft())
         return landed + fresh
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> Waited | None:
+    def wait_for_tags(self, polled: ctypes.Array[Any], turns: Turns, timeout_s: float, pause_s: float) -> Waited | None:
         if self._native is None or self._landed or self._leaving or self._in_flight.draining:
             return None
         self._begin()
         pause_ns = max(1, int(pause_s * 1e9))
-        notified, ended_ns = self._native.wait(polled, int(timeout_s * 1e9), pause_ns, self._share_of_wait)
+        notified, ended_ns = self._native.wait(polled, int(timeout_s * 1e9), pause_ns, self._share_of_wait, turns.calls)
         return Waited(ended_ns, self._tags_of(notified) if notified else [])
 
     def describe(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvctl_agent.errors import TransportError
+from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape
@@ -60,7 +61,7 @@ class Tags:
         tags, self.waiting = self.waiting, []
         return [Arrival("prefill-0", tag) for tag in tags]
 
-    def wait_for_tags(self, polled: Any, timeout_s: float, pause_s: float) -> Waited:
+    def wait_for_tags(self, polled: Any, turns: Any, timeout_s: float, pause_s: float) -> Waited:
         if self.error is not None:
             raise self.error
         tags, self.waiting = self.waiting, []
@@ -228,7 +229,7 @@ def test_the_transport_may_look_for_tags_while_nothing_else_is_due(
     rig = Rig(telemetry)  # its loop does not run
 
     def waits() -> bool:
-        return rig.arrivals.wait(None, 0.1, 0.1) is not None  # type: ignore[arg-type]
+        return rig.arrivals.wait(None, turns_of_loop(), 0.1, 0.1) is not None  # type: ignore[arg-type]
 
     now_ns = 10**12
     monkeypatch.setattr(
@@ -257,7 +258,7 @@ def test_the_transport_may_look_for_tags_while_nothing_else_is_due(
 def test_a_turn_reports_what_the_wait_before_it_has_found_and_looks_only_without_one(telemetry: Telemetry) -> None:
     rig = Rig(telemetry)  # its loop does not run
     rig.tags.waiting = [TAG.pack()]
-    rig.arrivals.wait(None, 0.1, 0.1)  # type: ignore[arg-type]
+    rig.arrivals.wait(None, turns_of_loop(), 0.1, 0.1)  # type: ignore[arg-type]
     rig.tags.waiting = [TAG.pack()]
     rig.arrivals.turn()
     assert (rig.reported.qsize(), rig.tags.asked) == (1, 0)

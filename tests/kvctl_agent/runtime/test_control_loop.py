@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from kvctl_agent.errors import LocalProtocolError, TransportError
-from kvctl_agent.gil import GilSharing
+from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.bootstrap_registry import Lookup, Rank, Register
@@ -136,7 +136,7 @@ class StandInArrivals:
     def wait_s(self) -> float:
         return 0.02
 
-    def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int | None:
+    def wait(self, polled: ctypes.Array[Any], turns: object, timeout_s: float, pause_s: float) -> int | None:
         return None
 
 
@@ -166,7 +166,7 @@ class Rig:
             connections=executor,
             pipelining=executor,
             arrivals=arrivals,  # type: ignore[arg-type]
-            wait=InputWait(GilSharing(), telemetry.waited, arrivals, few_cores),  # type: ignore[arg-type]
+            wait=InputWait(turns_of_loop(), telemetry.waited, arrivals, few_cores),  # type: ignore[arg-type]
             server=self.server,
         )
         self.loop.open([endpoint])
@@ -499,7 +499,7 @@ class WaitingArrivals(StandInArrivals):
     def wait_s(self) -> float:
         return self._wait_s
 
-    def wait(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> int:
+    def wait(self, polled: ctypes.Array[Any], turns: object, timeout_s: float, pause_s: float) -> int:
         self.waits.append((timeout_s, pause_s))
         ctypes.CDLL(None).poll(polled, len(polled), int(timeout_s * 1e3))
         return time.monotonic_ns()

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import TransportError
-from kvctl_agent.runtime.waiting import DescriptorWait
+from kvctl_agent.gil import turns_of_loop
+from kvctl_agent.runtime.waiting import PolledDescriptors
 from kvctl_agent.transport import Arrival
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 from tests.kvctl_agent.transport.conftest import ODD_NAME, WITH_THREADS, Pair, sizes
@@ -89,7 +90,7 @@ def test_tags_survive_any_bytes_in_both_directions(pair: Pair) -> None:
 
 def test_only_native_code_waits_for_tags(pair: Pair, engine: str) -> None:
     """tests/kvctl_agent/transport/test_wait_for_tags.py has what such a wait does."""
-    waited = pair.agent.transport.wait_for_tags(DescriptorWait([]).polled, timeout_s=0.001, pause_s=1e-4)
+    waited = pair.agent.transport.wait_for_tags(PolledDescriptors([]).polled, turns_of_loop(), 0.001, 1e-4)
     assert (waited is not None) == (engine.split()[0] in ("nixl", "nixl+pool"))
 
 

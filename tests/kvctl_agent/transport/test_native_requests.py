@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.native.nixl_requests import Library, WriteRequests
 from kvctl_agent.transport.nixl.native_requests import UNLIMITED_NS
 from kvctl_agent.transport.nixl.transport import NixlTransport
@@ -98,7 +99,11 @@ def test_objects_that_are_not_initialised_or_initialised_twice(library: Any) -> 
         with pytest.raises(ValueError, match="were not made"):
             getattr(new, name)
     closed = Library.__new__(Library)
-    for call in (lambda: closed.tell("a", b""), lambda: closed.wait(bytearray(), 0, 1, 1), lambda: requests(closed)):
+    for call in (
+        lambda: closed.tell("a", b""),
+        lambda: closed.wait(bytearray(), 0, 1, 1, turns_of_loop().calls),
+        lambda: requests(closed),
+    ):
         with pytest.raises(ValueError, match="open"):
             call()
     with pytest.raises(ValueError, match="made before"):
@@ -107,9 +112,9 @@ def test_objects_that_are_not_initialised_or_initialised_twice(library: Any) -> 
 
 def test_a_wait_of_any_length_ends_at_its_time(library: Any) -> None:
     for timeout_ns in (0, -1, -(1 << 63)):
-        assert library.wait(bytearray(), timeout_ns, UNLIMITED_NS, 1)[0] == {}
+        assert library.wait(bytearray(), timeout_ns, UNLIMITED_NS, 1, turns_of_loop().calls)[0] == {}
     with pytest.raises(ValueError, match="array of struct pollfd"):
-        library.wait(bytearray(7), 0, 1, 1)
+        library.wait(bytearray(7), 0, 1, 1, turns_of_loop().calls)
 
 
 def test_requests_that_several_threads_post_are_posted_once(crew: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.runtime.waiting import DescriptorWait
+from kvctl_agent.gil import turns_of_loop
+from kvctl_agent.runtime.waiting import PolledDescriptors
 from kvctl_agent.transport import Arrival
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 from tests.kvctl_agent.transport.conftest import Pair
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.parametrize(
 )
 
 Waiting = Callable[..., tuple[list[int], list[Arrival]] | None]
+
+
+TURNS = turns_of_loop()
+CALLS = TURNS.calls
 
 
 @pytest.fixture
@@ -34,11 +39,11 @@ def pipe() -> Iterator[tuple[int, int]]:
 @pytest.fixture
 def waiting(pair: Pair, pipe: tuple[int, int]) -> Waiting:
     """Waits for tags and for the pipe; returns which descriptors are readable, and the tags; None without a wait."""
-    descriptors = DescriptorWait([pipe[0]])
+    descriptors = PolledDescriptors([pipe[0]])
 
     def wait(timeout_s: float = 60.0, pause_s: float = 1e-4) -> tuple[list[int], list[Arrival]] | None:
         since_ns = time.monotonic_ns()
-        waited = pair.agent.transport.wait_for_tags(descriptors.polled, timeout_s, pause_s)
+        waited = pair.agent.transport.wait_for_tags(descriptors.polled, turns_of_loop(), timeout_s, pause_s)
         if waited is None:
             return None
         assert since_ns < waited.ended_ns < time.monotonic_ns()
@@ -117,8 +122,15 @@ def test_what_it_cannot_do_is_left_to_the_caller(pair: Pair, waiting: Waiting, m
 
 
 @pytest.mark.parametrize(
-    "arguments", [(b"", 1, 1, 8), (bytearray(7), 1, 1, 8), (bytearray(8), 1, 0, 8), (bytearray(8), 1, 1, 0)]
+    "arguments",
+    [
+        (b"", 1, 1, 8, CALLS),
+        (bytearray(7), 1, 1, 8, CALLS),
+        (bytearray(8), 1, 0, 8, CALLS),
+        (bytearray(8), 1, 1, 0, CALLS),
+        (bytearray(8), 1, 1, 8, None),
+    ],
 )
-def test_native_code_checks_its_arguments(pair: Pair, waiting: Waiting, arguments: tuple[Any, int, int, int]) -> None:
+def test_native_code_checks_its_arguments(pair: Pair, waiting: Waiting, arguments: tuple[Any, ...]) -> None:
     with pytest.raises((TypeError, ValueError, BufferError)):
         pair.agent.transport._native.wait(*arguments)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.region import Region
+from kvctl_agent.native.turns import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Transport, Write
 
 _MAGIC = b"shared"
@@ -182,7 +183,7 @@ class Facade:
         self.progress()
         return [self.landed.popleft() for _ in range(len(self.landed))]
 
-    def wait_for_tags(self, polled: ctypes.Array[Any], timeout_s: float, pause_s: float) -> None:
+    def wait_for_tags(self, polled: ctypes.Array[Any], turns: Turns, timeout_s: float, pause_s: float) -> None:
         return None
 
     def describe(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_fault
 from kvctl.lab.faults.transport import FaultyTransport
 from kvctl_agent.errors import TransportError
+from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.memory.region import Region
-from kvctl_agent.runtime.waiting import DescriptorWait
+from kvctl_agent.runtime.waiting import PolledDescriptors
 from kvctl_agent.transport.base import Arrival, Write
 from kvctl_agent.transport.registry import open_transport
 from tests.support.polling import until
@@ -56,7 +57,9 @@ class Pair:
         reader = self.ends["reader"]
         while len(heard) < count and time.monotonic() < deadline:
             self.ends["writer"].progress()
-            waited = reader.wait_for_tags(DescriptorWait([]).polled, 0.001, 0.0005) if waiting else None
+            waited = (
+                reader.wait_for_tags(PolledDescriptors([]).polled, turns_of_loop(), 0.001, 0.0005) if waiting else None
+            )
             heard += reader.arrivals() if waited is None else waited.arrivals
             time.sleep(0.0005)
         return heard

@@ -1,0 +1,249 @@
+"""Turns of the control loop at the GIL: loans of the main thread, their limit, and waits for descriptors and events."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import select
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvctl_agent.native.turns import Turns
+from kvctl_agent.runtime.waiting import PolledDescriptors
+
+MS = 1_000_000
+LONG_NS = 60_000 * MS
+NOTHING = PolledDescriptors(()).polled
+_libc = ctypes.CDLL(None)
+QUERY = ctypes.cast(_libc.labs, ctypes.c_void_p).value or 0
+"""A function that returns its argument, so that the event of number 600 is pending, and that of number 0 is done."""
+PENDING, DONE = 600, 0
+
+
+def made(loan_ns: int = LONG_NS, hold_ns: int = LONG_NS, pause_ns: int = MS, spins: bool = True) -> Turns:
+    return Turns(loan_ns=loan_ns, hold_ns=hold_ns, pause_ns=pause_ns, spins=spins)
+
+
+class Engine:
+    """The main thread, which spins as an idle scheduler does: some Python, and a call that releases the GIL briefly."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def spin_until(self, over: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 60
+        while not over():
+            assert time.monotonic() < deadline, f"{what} within 60 s"
+            select.select([], [], [], 0)
+            self.rounds += sum(1 for _ in range(100)) // 100
+
+
+@contextmanager
+def thread_of(turns: Turns, loop: Callable[[], None]) -> Iterator[threading.Thread]:
+    """Runs `loop` in a thread that has these turns, and has ended after the block."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop()
+        except BaseException as error:
+            failures.append(error)
+        turns.end()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(60)
+        assert not thread.is_alive(), "the thread has not ended within 60 s"
+        assert not failures, failures
+
+
+def wait(turns: Turns, seconds: float = 0.0) -> int:
+    return turns.wait(NOTHING, int(seconds * 1e9), 0, array("Q"), 1000)
+
+
+def borrowed(turns: Turns) -> None:
+    """Waits until the main thread has lent the GIL."""
+    deadline = time.monotonic() + 60
+    before = turns.loans
+    while turns.loans == before:
+        assert time.monotonic() < deadline, "the main thread lends nothing within 60 s"
+        wait(turns, 0.001)
+
+
+@pytest.mark.parametrize("spins", [True, False])
+def test_the_main_thread_lends_the_gil_and_waits_until_the_turn_is_over(spins: bool) -> None:
+    engine, turns, over = Engine(), made(spins=spins), threading.Event()
+    gained: list[int] = []
+
+    def loop() -> None:
+        for _ in range(20):
+            borrowed(turns)
+            assert turns.busy
+            before = engine.rounds
+            for _ in range(50):
+                time.sleep(1e-5)  # the thread releases the GIL, and nobody takes it
+            gained.append(engine.rounds - before)
+        over.set()
+
+    with thread_of(turns, loop):
+        engine.spin_until(over.is_set, "20 turns")
+    assert gained == [0] * 20
+
+
+def test_the_main_thread_runs_between_turns() -> None:
+    engine, turns, over = Engine(), made(), threading.Event()
+    rounds: list[int] = []
+
+    def loop() -> None:
+        for _ in range(20):
+            borrowed(turns)
+            rounds.append(engine.rounds)
+            before = engine.rounds
+            while engine.rounds == before:
+                wait(turns, 0.001)
+        over.set()
+
+    with thread_of(turns, loop):
+        engine.spin_until(over.is_set, "20 turns")
+    assert rounds == sorted(set(rounds))
+
+
+def test_a_loan_ends_after_its_limit() -> None:
+    engine, turns, over = Engine(), made(loan_ns=MS), threading.Event()
+
+    def loop() -> None:
+        try:
+            borrowed(turns)
+            before, deadline = engine.rounds, time.monotonic() + 60
+            while engine.rounds == before:  # without an end of the turn
+                assert time.monotonic() < deadline, "the main thread has not run within 60 s"
+                time.sleep(0.001)
+        finally:
+            over.set()
+
+    with thread_of(turns, loop):
+        engine.spin_until(over.is_set, "the turn")
+
+
+def test_a_long_turn_yields() -> None:
+    engine, turns, over = Engine(), made(hold_ns=1), threading.Event()
+
+    def loop() -> None:
+        try:
+            borrowed(turns)
+            before, deadline = engine.rounds, time.monotonic() + 60
+            while engine.rounds == before:
+                assert time.monotonic() < deadline, "the main thread has not run within 60 s"
+                turns.yield_if_due()
+        finally:
+            over.set()
+
+    with thread_of(turns, loop):
+        engine.spin_until(over.is_set, "the turn")
+
+
+def test_a_short_turn_does_not_yield() -> None:
+    engine, turns, over = Engine(), made(), threading.Event()
+    gained: list[int] = []
+
+    def loop() -> None:
+        borrowed(turns)
+        before = engine.rounds
+        for _ in range(1000):
+            turns.yield_if_due()
+        gained.append(engine.rounds - before)
+        over.set()
+
+    with thread_of(turns, loop):
+        engine.spin_until(over.is_set, "the turn")
+    assert gained == [0]
+
+
+def test_a_main_thread_that_sleeps_is_not_asked() -> None:
+    turns = made()
+
+    def loop() -> None:
+        for _ in range(100):
+            wait(turns, 0.001)
+
+    with thread_of(turns, loop) as thread:
+        thread.join(60)
+    assert turns.loans == 0
+    assert not turns.busy
+
+
+def test_an_object_is_freed_also_after_it_was_asked_for_in_vain() -> None:
+    engine, over = Engine(), threading.Event()
+    turns = made()
+    references = sys.getrefcount(turns)
+
+    def loop() -> None:
+        borrowed(turns)
+        for _ in range(100):
+            wait(turns, 0.0001)
+        over.set()
+
+    with thread_of(turns, loop):
+        engine.spin_until(over.is_set, "100 waits")
+    engine.spin_until(lambda: sys.getrefcount(turns) == references, "the last request is answered")
+    gc.collect()
+
+
+class TestWaits:
+    def test_it_lasts_as_long_as_asked(self) -> None:
+        turns = made()
+        since = time.monotonic_ns()
+        ended = wait(turns, 0.02)
+        assert 20 * MS <= ended - since <= time.monotonic_ns() - since
+
+    def test_a_descriptor_ends_it(self) -> None:
+        reader, writer = os.pipe()
+        try:
+            polled = PolledDescriptors([reader])
+            made().wait(polled.polled, MS, 0, b"", 1000)
+            assert polled.readable() == []
+            os.write(writer, b"x")
+            made().wait(polled.polled, LONG_NS, 0, b"", 1000)
+            assert polled.readable() == [0]
+        finally:
+            os.close(reader)
+            os.close(writer)
+
+    def test_an_event_that_is_done_ends_it(self) -> None:
+        made().wait(NOTHING, LONG_NS, QUERY, array("Q", [PENDING, DONE]), 1000)
+
+    def test_events_that_are_pending_do_not(self) -> None:
+        since = time.monotonic_ns()
+        assert made().wait(NOTHING, 5 * MS, QUERY, array("Q", [PENDING, PENDING]), 1000) - since >= 5 * MS
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            (bytearray(7), 0, 0, b"", 1),
+            (b"", 0, 0, b"", 1),
+            (bytearray(), -1, 0, b"", 1),
+            (bytearray(), 0, 0, b"", 0),
+            (bytearray(), 0, 0, b"1234567", 1),
+            (bytearray(), 0, 0, b"12345678", 1),
+            (bytearray(), 0, 0, b""),
+            (None, 0, 0, b"", 1),
+        ],
+    )
+    def test_it_checks_its_arguments(self, arguments: tuple[object, ...]) -> None:
+        with pytest.raises((TypeError, ValueError, BufferError)):
+            made().wait(*arguments)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("times", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1_000_000_000)])
+    def test_times_are_positive(self, times: tuple[int, int, int]) -> None:
+        with pytest.raises(ValueError, match="must be positive"):
+            made(*times)
