@@ -7,8 +7,7 @@ rounds, and the ratios to the first side.
     PYTHONPATH=. python benchmarks/pd_servers.py --folder /tmp/pd --decode="--base-gpu-id 1"
     PYTHONPATH=. .sglang/bin/python benchmarks/pd_servers.py --folder /tmp/pd --cpu --loads "256:1 256:4" --rounds 2
 
-FOLDER gets the servers' logs and result.json; for sides with an agent also the last rooms, as `kvctl rooms history -o
-json` has them.
+FOLDER gets result.json, and for each side the servers' logs and the last rooms as `kvctl rooms history -o json` has them.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ def measure(pairs: Sequence[Pair], loads: Sequence[Load], options: argparse.Name
             print(f"{load_name}: {side}: {shown} ({ratios}; {spread})", flush=True)
     for pair in pairs:
         if pair.side.split("/")[0] in ("kvctl", "replace", "observe"):
-            (options.folder / f"rooms-{pair.side.replace('/', '-')}.json").write_text(json.dumps(rooms(pair)))
+            (pair.fleet.folder / "rooms.json").write_text(json.dumps(rooms(pair)))
     return found
 
 

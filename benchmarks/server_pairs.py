@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shlex
 import sys
 import time
@@ -123,9 +124,9 @@ class Pair:
     """
 
     def __init__(self, side: str, options: argparse.Namespace, vocabulary: int) -> None:
-        name, *settings = side.split("/")
+        name, *settings = re.split(r"/(?=\w+=)", side)
         backend, variables = BACKENDS[name]
-        folder = options.folder / side.replace("/", "-").replace("=", "-")
+        folder = options.folder / f"{options.sides.split(',').index(side)}-{name}"
         sockets = folder / "sockets"
         sockets.mkdir(parents=True, mode=0o700)
         variables = {"KVCTL_SOCKET_DIR": str(sockets), **variables}
