@@ -7,7 +7,8 @@ rounds, and the ratios to the first side.
     PYTHONPATH=. python benchmarks/pd_servers.py --folder /tmp/pd --decode="--base-gpu-id 1"
     PYTHONPATH=. .sglang/bin/python benchmarks/pd_servers.py --folder /tmp/pd --cpu --loads "256:1 256:4" --rounds 2
 
-FOLDER gets result.json, and for each side the servers' logs and the last rooms as `kvctl rooms history -o json` has them.
+FOLDER gets result.json, and for each side the servers' logs and the last rooms, as `kvctl rooms history -o
+json` has them.
 """
 
 from __future__ import annotations

@@ -256,6 +256,7 @@ class AgentParts:
                 on_device=pool.device is not None,
                 yield_if_due=self._turns.yield_if_due,
                 event_query=bool(self._event_query),
+                wait_for_tags=self.transport.wait_for_tags,
             )
             self.event_poller = EventPoller(pool.device, self.mailbox.wake) if pool.device is not None else None
         self.chooser = PathChooser(self.local.shape, pool.page_size, settings["path"], settings["staging"])
@@ -327,7 +328,14 @@ class AgentParts:
             arrivals=self.arrivals,
             event_poller=self.event_poller,
             reported=self._reported,
-            wait=InputWait(self._turns, telemetry.waited, self.arrivals, self._few_cores, self._event_query),
+            wait=InputWait(
+                self._turns,
+                telemetry.waited,
+                self.arrivals,
+                self.transfers,
+                few_cores=self._few_cores,
+                event_query=self._event_query,
+            ),
             server=server,
             authenticator=authenticator,
             inputs=self.inputs if settings["record_inputs"] else None,

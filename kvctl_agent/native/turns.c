@@ -24,6 +24,8 @@
 #define ASK_SHORT_NS 30000
 /* A thread that is woken runs after 30 to 50 us; one that looks for as long need not be woken. */
 #define SPIN_NS 50000
+/* The main thread has nothing else to do during a turn, and most turns take less. */
+#define LENDER_SPIN_NS 500000
 /* The interpreter gives the GIL to the next thread within microseconds. If it takes longer, a thread runs Python. */
 #define LATE_NS 50000
 #define LONGEST_PAUSE_NS 200000
@@ -88,7 +90,7 @@ static int lend(void *object)
     if (self->forks == forks && change(&self->state, WANTED, LENDING)) {
         PyThreadState *released = PyEval_SaveThread();
         store(&self->state, LENT);
-        wait_while(&self->state, LENT, self->loan_ns, self->spin_ns);
+        wait_while(&self->state, LENT, self->loan_ns, self->spin_ns ? LENDER_SPIN_NS : 0);
         PyEval_RestoreThread(released);
     }
     Py_DECREF((PyObject *)self);

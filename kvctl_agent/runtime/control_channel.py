@@ -39,7 +39,7 @@ _TOKEN_BYTES = 16
 _MOST_NAMES = 4096  # limit of the tables by peer name: peers choose their names
 # Not only answers: pages are released when the parts are sent, and no request on a prefill rank waits for RoomDone.
 _PATIENT = (Ack, PartAck, ReadersDone, RoomDone, RoomKept)
-_PATIENCE_NS = 5_000_000
+_PATIENCE_NS = 700_000
 # The last frames report failed rooms; without a linger the context drops frames that are not on the wire yet.
 _GOODBYE_MS = 200
 

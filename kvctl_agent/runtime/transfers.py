@@ -12,10 +12,12 @@ fail because the peer is lost.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -23,11 +25,13 @@ from kvctl_agent.device.base import Event as DeviceEvent
 from kvctl_agent.device.base import PendingChecksum
 from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, TransportError
 from kvctl_agent.memory.checksum import Checksums, aux_checksum
+from kvctl_agent.native.turns import Turns
 from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.tag import PartKind, Tag, with_checksum
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.transport.base import Waited
 
 _ACTIVE = 4  # flights at once on few cores, where the post itself copies the bytes
 # A GPU shared by several ranks takes 120 µs to switch to another rank whenever one has no more work for it. With cores
@@ -45,8 +49,7 @@ _SHORTEST_ON_DEVICE_S = 10e-6
 _SHARE_OF_AGE = 1 / 64
 _DRAIN_S = 0.01
 # After the last flight the transport still has tags to send and peers to answer, and does so only when it is called.
-_AFTERMATH_S = 5e-3
-_AFTERMATH_TURNS = 20
+_AFTERMATH_S, _AFTERMATH_PAUSE_S = 0.1, 5e-3
 _IDLE_S = 0.1
 
 
@@ -58,6 +61,7 @@ class Transfers:
         aux: path of aux rows.
         connections: connections by peer, written by the control loop; entries are replaced, never changed.
         progress: makes the transport progress; called periodically while no part is transferred.
+        wait_for_tags: `Transport.wait_for_tags`, during which the transport progresses, too; None: there is none.
         report: takes the events for the machine.
         wake: wakes the control loop; called from other threads.
         many: whether there are cores, or a GPU, to work on many parts at once.
@@ -82,6 +86,7 @@ class Transfers:
         on_device: bool = False,
         yield_if_due: Callable[[], object] = lambda: None,
         event_query: bool = False,
+        wait_for_tags: Callable[[ctypes.Array[Any], Turns, float, float], Waited | None] | None = None,
     ) -> None:
         self._checksums = checksums
         self._summing: list[tuple[Transfer, PendingChecksum]] = []  # parts whose checksum is being computed
@@ -95,6 +100,7 @@ class Transfers:
         self._aux = aux
         self._connections = connections
         self._progress = progress
+        self._wait_for_tags = wait_for_tags
         self._report = report
         self._wake = wake
         self._telemetry = telemetry
@@ -106,7 +112,7 @@ class Transfers:
         self._job_running = False
         self._drop_cancelled_at = 0.0
         self._progress_due_s = 0.0
-        self._idle_turns = 0
+        self._aftermath_ends_s = 0.0
         self._moved = False
         self._starting_ns = 0  # spent on beginning parts since the last turn
         self._pause_s = self._shortest_s
@@ -123,7 +129,6 @@ class Transfers:
 
     def put(self, order: Transfer) -> None:
         """Queues a part; begins it at once if there are cores to spare, not after all other news of the turn."""
-        self._idle_turns = 0
         self._queue.append(order)
         if self._many:
             self._begin_queued()
@@ -154,6 +159,24 @@ class Transfers:
             return _DRAIN_S
         return max(0.0, self._progress_due_s - time.monotonic())
 
+    def wait(self, polled: ctypes.Array[Any], turns: Turns, timeout_s: float, pause_s: float) -> int | None:
+        """Lets the transport work while nothing else is to be done; for the arguments see `Transport.wait_for_tags`.
+
+        Returns:
+            Monotonic ns at the end of the wait, before this thread waited for the GIL again; None if there was none.
+        """
+        if self._wait_for_tags is None or self._waiting or self._jobs or not (self.idle() and self.drained):
+            return None
+        try:
+            waited = self._wait_for_tags(polled, turns, timeout_s, pause_s)
+        except KvctlError:
+            self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
+            return None
+        if waited is None:
+            return None
+        self._set_progress_due()
+        return waited.ended_ns
+
     def events(self) -> Sequence[DeviceEvent]:
         """Returns the events of the GPU that flights wait for."""
         if not self._event_query:
@@ -176,7 +199,10 @@ class Transfers:
             self._yield_if_due()
         self._drain()
         self._pause_s = self._shortest_s if self._moved else min(2 * self._pause_s, _LONGEST_S)
-        if not self._active and time.monotonic() >= self._progress_due_s:
+        now = time.monotonic()
+        if self._active or self._moved:
+            self._aftermath_ends_s = now + _AFTERMATH_S
+        if not self._active and now >= self._progress_due_s:
             self._let_engine_work()
 
     def _begin_queued(self) -> None:
@@ -252,12 +278,15 @@ class Transfers:
 
     def _let_engine_work(self) -> None:
         """Lets the transport send tags and answer peers: often after the last flight, and seldom later."""
-        self._idle_turns += 1
-        self._progress_due_s = time.monotonic() + (_AFTERMATH_S if self._idle_turns < _AFTERMATH_TURNS else _IDLE_S)
+        self._set_progress_due()
         try:
             self._progress()
         except KvctlError:
             self._telemetry.metrics.add("kvctl_transport_errors_total", 1)
+
+    def _set_progress_due(self) -> None:
+        now = time.monotonic()
+        self._progress_due_s = now + (_AFTERMATH_PAUSE_S if now < self._aftermath_ends_s else _IDLE_S)
 
     def _begin(self, order: Transfer) -> None:
         if order.peer in self._waiting or self._must_wait(order):

@@ -15,6 +15,7 @@ from kvctl_agent.native.turns import Turns
 
 if TYPE_CHECKING:
     from kvctl_agent.runtime.arrivals import Arrivals
+    from kvctl_agent.runtime.transfers import Transfers
 
 _PR_SET_TIMERSLACK = 29
 _POLLIN = 1
@@ -70,6 +71,8 @@ class InputWait:
         turns: Turns,
         waited: Callable[[int, int], None],
         arrivals: Arrivals | None = None,
+        transfers: Transfers | None = None,
+        *,
         few_cores: bool = False,
         event_query: int = 0,
     ) -> None:
@@ -78,7 +81,7 @@ class InputWait:
         Args:
             turns: the loop's turns at the GIL.
             waited: called with the duration of each wait, without and with the wait for the GIL after it, in ns.
-            arrivals: decode: can wait in place of the loop.
+            arrivals, transfers: decode, prefill: can wait in place of the loop, and let the transport work meanwhile.
             few_cores: whether ranks that share this host have no core to spare, so that the loop makes fewer turns, and
                 does not poll for arrivals more often when bytes are about to come.
             event_query: address of the driver's function that tells whether an event of the GPU is done.
@@ -88,6 +91,7 @@ class InputWait:
         self._turns = turns
         self._note = waited
         self._arrivals = arrivals
+        self._waiter = arrivals or transfers
         self._few_cores = few_cores
         self._event_query = event_query
         self._descriptors = self._none = PolledDescriptors(())
@@ -121,9 +125,9 @@ class InputWait:
             due_s: the same without the pause between two looks for tags, which the transport may make itself.
             events: events of the GPU, recorded before, one of which ends the wait when it is done.
         """
-        if self._arrivals is not None and 0 < pause_s < due_s:
+        if self._waiter is not None and not events and 0 < pause_s < due_s:
             since_ns = time.monotonic_ns()
-            ended_ns = self._arrivals.wait(self._descriptors.polled, self._turns, due_s, pause_s)
+            ended_ns = self._waiter.wait(self._descriptors.polled, self._turns, due_s, pause_s)
             if ended_ns is not None:
                 self._waited(since_ns, ended_ns)
                 return self._descriptors.readable()

@@ -166,7 +166,7 @@ class Rig:
             connections=executor,
             pipelining=executor,
             arrivals=arrivals,  # type: ignore[arg-type]
-            wait=InputWait(turns_of_loop(), telemetry.waited, arrivals, few_cores),  # type: ignore[arg-type]
+            wait=InputWait(turns_of_loop(), telemetry.waited, arrivals, few_cores=few_cores),  # type: ignore[arg-type]
             server=self.server,
         )
         self.loop.open([endpoint])
