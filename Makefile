@@ -210,7 +210,7 @@ SANITIZE := -shared -fPIC -g -O1 -fno-omit-frame-pointer -fsanitize=address,unde
 # LeakSanitizer crashes in a process that has loaded UCX. Python and its packages leak too, but not with frames of our code.
 # ThreadSanitizer would need a Python built with it.
 SANITIZED_TESTS := $(addprefix tests/kvctl_agent/,paths/test_chained.py transport/test_native_requests.py)
-LEAK_TESTS := $(addprefix tests/kvctl_agent/,memory/test_copy_pool.py memory/test_page_runs.py)
+LEAK_TESTS := $(addprefix tests/kvctl_agent/,memory/test_copy_pool.py memory/test_page_runs.py native/test_turns.py)
 
 sanitize: $(STAMP)  ## tests of the C and C++ code under AddressSanitizer, LeakSanitizer and UndefinedBehaviorSanitizer, where gcc has them
 	@if ! echo 'int main() {}' | gcc -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null || ! command -v g++ >/dev/null; then \
@@ -220,14 +220,14 @@ sanitize: $(STAMP)  ## tests of the C and C++ code under AddressSanitizer, LeakS
 	rm -rf $(SANITIZED); mkdir -p $(SANITIZED); cp -r pyproject.toml kvctl kvctl_agent tests $(SANITIZED); \
 	include=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))'); \
 	cd $(SANITIZED)/kvctl_agent; find . -name '*.so' -delete; \
-	gcc $(SANITIZE) -I"$$include" -o native/row_copies.abi3.so native/row_copies.c; \
+	for name in row_copies turns; do gcc $(SANITIZE) -I"$$include" -o native/$$name.abi3.so native/$$name.c; done; \
 	g++ $(SANITIZE) -std=c++17 -I"$$include" -o native/nixl_requests.abi3.so native/nixl_requests.cpp -ldl; \
 	cd ..; preload="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"; \
 	sanitized() { LD_PRELOAD="$$preload" PYTHONMALLOC=malloc PYTHONPATH=. ASAN_OPTIONS="$$1" LSAN_OPTIONS=exitcode=0 \
 		$(abspath $(BIN))/python -m pytest -q -p no:cacheprovider -k "not forked_child" "$${@:2}"; }; \
 	sanitized detect_leaks=0 $(SANITIZED_TESTS); \
 	sanitized detect_leaks=1:log_path=found $(LEAK_TESTS) || { cat found.*; exit 1; }; \
-	if grep -qE 'row_copies\.(c|abi3)' found.* 2>/dev/null; then cat found.*; echo "sanitize: native code leaks memory"; exit 1; fi
+	if grep -qE '(row_copies|turns)\.(c|abi3)' found.* 2>/dev/null; then cat found.*; echo "sanitize: native code leaks memory"; exit 1; fi
 
 wheels: $(WHEEL_TOOLS)/.done | compiler  ## build the wheels of kvctl and kvctl-agent into dist/; the agent's for ARCHES="x86_64 aarch64"
 	$(call install,CROSS_COMPILERS)

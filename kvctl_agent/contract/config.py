@@ -127,8 +127,8 @@ KEYS: tuple[Key, ...] = (
         float,
         None,
         "Time after which a thread that runs Python gives the interpreter to a thread that waits for it, such as the "
-        "agent's: sys.setswitchinterval of the whole process. Automatic: unchanged, in Python 5 ms. Beside a thread "
-        "that always computes, 1 ms shortened rooms from 38 to 3 ms, and the thread lost 7 % of its time instead of 6.",
+        "agent's: sys.setswitchinterval of the whole process. Automatic: unchanged, in Python 5 ms. The main thread "
+        "lends the interpreter to the agent without it.",
         unit="ms",
         minimum=0.05,
         maximum=100,

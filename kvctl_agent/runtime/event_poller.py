@@ -131,8 +131,9 @@ class EventPoller:
         if not self._device.event_query or not self._deferred:
             return ()
         with self._lock:
-            heads = {queue[0].pending for queue in self._deferred.values()}
-        return [pending.event for pending in heads if pending is not None]
+            heads = [queue[0].pending for queue in self._deferred.values()]
+        by_source = {id(pending.source): pending.event for pending in heads if pending is not None}
+        return list(by_source.values())
 
     def wait_s(self) -> float:
         if not self._deferred:

@@ -31,7 +31,9 @@ COMMAND_LINE = DIST / f"kvctl-{VERSION}-py3-none-any.whl"
 AGENTS = [DIST / f"kvctl_agent-{VERSION}-cp311-abi3-manylinux_2_28_{arch}.whl" for arch in ("x86_64", "aarch64")]
 ROOT = Path(__file__).parents[2]
 NATIVE = {
-    f"kvctl_agent/native/{name}{suffix}" for name in ("row_copies", "nixl_requests") for suffix in (".abi3.so", ".pyi")
+    f"kvctl_agent/native/{name}{suffix}"
+    for name in ("row_copies", "nixl_requests", "turns")
+    for suffix in (".abi3.so", ".pyi")
 }
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
 DATA = {f"{package.replace('.', '/')}/{name}" for package in DECLARED for name in DECLARED[package]}

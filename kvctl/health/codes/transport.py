@@ -379,17 +379,15 @@ def transport_error(snapshot: Snapshot) -> Iterator[Finding]:
     Severity.WARNING,
     "transport",
     sees="rooms are slow and few while cores and connections are idle; the engine's process uses one core for Python",
-    means="The agent's threads and the engine's share one Python interpreter. A thread that runs Python, such as a "
-    "scheduler's loop, gives it up when it blocks, or after sys.getswitchinterval(), 5 ms by default. Until then the "
-    "agent's loop waits, each time that it returns from the kernel or from the transfer engine. The loop keeps the "
-    "interpreter during short waits, so a room takes three to five such steps: a prefill rank beside a busy thread "
-    "(direct path, 1,024 tokens, two H200) served 45 of the 46 rooms asked in a second, the median room after 38 ms "
-    "instead of 3, and the thread's own loop lost 6 % of its time. The wait is measured on timed waits that end late, "
-    "without the time in which the kernel had no core for the thread.",
-    remedy="Find the thread with kvctl stacks. Let it block (a queue or a socket with a timeout, a CUDA event) instead "
-    "of polling; move tokenizing, logging and metrics into other processes. If latency counts more than the engine's "
-    "own loop, set switch_interval_ms = 1: rooms took 3 ms then, and the engine's loop lost 7 %. kvctl bench "
-    "--busy-engine off,prefill --rate 50 measures the case on this host.",
+    means="The agent's loop and the engine's threads share one Python interpreter. The main thread of the process, in "
+    "which schedulers run, lends it to the loop between two bytecodes. Any other thread that runs Python gives it up "
+    "when it blocks, or after sys.getswitchinterval(), 5 ms by default; a main thread that is in a long call keeps it "
+    "until the call ends. Until then the loop waits, each time that it returns from the kernel or from the transfer "
+    "engine, three to five times a room. The time in which the kernel had no core for the thread does not count.",
+    remedy="Find the thread with kvctl stacks. Run the engine's loop in the main thread of its process, or let it "
+    "block (a queue or a socket with a timeout, a CUDA event) instead of polling; move tokenizing, logging and metrics "
+    "into other processes. If latency counts more than that thread, set switch_interval_ms = 1. kvctl bench "
+    "--busy-engine off,prefill,prefill:spin --rate 50 measures busy main threads on this host.",
     alert=f"kvctl_interpreter_wait_seconds > {_LONG_GIL_WAIT_S}",
 )
 def gil_wait(snapshot: Snapshot) -> Iterator[Finding]:
@@ -403,8 +401,8 @@ def gil_wait(snapshot: Snapshot) -> Iterator[Finding]:
             evidence={"gil_wait_ns": round(wait_s * 1e9)},
             cause=f"another thread of the process of {agent.name} runs Python almost without a pause, so the agent's "
             f"loop waits {duration(wait_s * 1e9)} for the interpreter (GIL) each time, several times for each room",
-            remedy=f"`kvctl stacks -e {agent.name}` shows the thread: let it block instead of polling; as a last "
-            "resort set switch_interval_ms = 1, which interrupts the engine's loop more often",
+            remedy=f"`kvctl stacks -e {agent.name}` shows the thread: run an engine's loop in the main thread, let "
+            "others block instead of polling; as a last resort set switch_interval_ms = 1",
         )
 
 

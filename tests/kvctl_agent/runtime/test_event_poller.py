@@ -438,3 +438,24 @@ class TestReceive:
         receive = Receive(7, lambda event: None, REGION)
         receive.change_state(RoomState.SUCCESS, None)
         assert receive.event is None
+
+
+def test_a_wait_that_looks_at_events_needs_no_polls(
+    resting: tuple[EventPoller, DrivenTask], posted: Posted, device: HostDevice
+) -> None:
+    poller, _ = resting
+    device.event_query = 1
+    assert list(poller.events()) == []
+    shared, own = (device.engine_event(slow=NEVER) for _ in range(2))
+    for room, event in ((1, shared), (2, shared), (3, own)):
+        Send(room, posted.put, REGION, BOUNDS, poller).pages([1], event=event)
+    assert {id(event) for event in poller.events()} == {id(shared), id(own)}
+    assert len(poller.events()) == 2
+    assert poller.wait_s() >= 0.001
+    end(shared)
+    poller.turn()
+    assert [each.room for each in posted if isinstance(each, ev.SendPages)] == [1, 2]
+    assert [id(event) for event in poller.events()] == [id(own)]
+    end(own)
+    poller.turn()
+    assert list(poller.events()) == []
