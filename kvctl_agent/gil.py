@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 
 _held = ctypes.PyDLL(None, use_errno=True)  # functions of a PyDLL keep the GIL, those of a CDLL release it
 _held.recv.restype = _held.send.restype = _held.pread.restype = ctypes.c_ssize_t

@@ -19,4 +19,6 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-__all__ = ["nixl_requests", "row_copies", "turns"]
+Turns = turns.Turns
+
+__all__ = ["Turns", "nixl_requests", "row_copies"]

@@ -26,7 +26,7 @@ from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
 from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import RowIndex
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Event, Scatter, Scattered, ScatterFailed, StoreAux
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry

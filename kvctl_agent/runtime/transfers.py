@@ -25,7 +25,7 @@ from kvctl_agent.device.base import Event as DeviceEvent
 from kvctl_agent.device.base import PendingChecksum
 from kvctl_agent.errors import DeviceError, KvctlError, PeerDisconnected, TransportError
 from kvctl_agent.memory.checksum import Checksums, aux_checksum
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer

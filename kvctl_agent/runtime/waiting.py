@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from kvctl_agent.device.base import Event
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 
 if TYPE_CHECKING:
     from kvctl_agent.runtime.arrivals import Arrivals

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvctl_agent.memory.region import Region
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 
 Addresses = npt.NDArray[np.uint64]
 """Absolute addresses in the process they belong to, shape [n]."""

@@ -32,7 +32,7 @@ import numpy as np
 from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, PeerDisconnected, TransportError, TransportUnavailable
 from kvctl_agent.memory.region import Region
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, Sizes
 from kvctl_agent.transport.checks import CheckedTransport, Ranges, check_tag
 from kvctl_agent.transport.device_map import device_name

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvctl.lab.faults.injector import FaultInjector
 from kvctl_agent.errors import TransportError
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Transport, Waited, Write
 
 # Long enough that a room can end and its pages can be reused before the bytes land.

@@ -50,7 +50,7 @@ from kvctl_agent.contract.choices import HOST
 from kvctl_agent.errors import ConfigError, TransportError
 from kvctl_agent.host import resolver
 from kvctl_agent.memory.region import Region, merge_adjacent
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, Sizes
 from kvctl_agent.transport.checks import CheckedTransport, Ranges, check_tag
 from kvctl_agent.transport.mooncake import engine

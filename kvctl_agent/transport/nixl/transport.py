@@ -49,8 +49,7 @@ from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.layout.page_indices import FEW
 from kvctl_agent.memory.host_copier import CopyPool
 from kvctl_agent.memory.region import Region
-from kvctl_agent.native import nixl_requests
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns, nixl_requests
 from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Waited
 from kvctl_agent.transport.checks import check_tag
 from kvctl_agent.transport.device_map import DeviceMap, device_name

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 from kvctl_agent.runtime.waiting import PolledDescriptors
 
 MS = 1_000_000

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from kvctl_agent.errors import PeerDisconnected, TransportError
 from kvctl_agent.memory.region import Region
-from kvctl_agent.native.turns import Turns
+from kvctl_agent.native import Turns
 from kvctl_agent.transport.base import Addresses, Arrival, SharedTag, Sizes, Transport, Write
 
 _MAGIC = b"shared"
