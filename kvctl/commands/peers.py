@@ -20,6 +20,8 @@ from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live, run
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
+from kvctl.health.answers import inner
+from kvctl.health.lanes import lane_evidence, measured_lane
 from kvctl.render.peers import MATRIX, PEERS, draw_matrix, pairs
 from kvctl.render.report import Grid, Report, Text
 from kvctl.render.transfer_costs import COSTS, RankCost, cost_rows
@@ -33,7 +35,9 @@ _VERDICTS = {INCOMPATIBLE: "bold red", DIFFERS: "yellow", SAME: "dim"}
 # "page_size 64 ≠ 32": the prefill agent's value first.
 _FACTOR = re.compile(r"(?P<factor>protocol version|\S+) (?P<prefill>\S.*?) ≠ (?P<decode>.+)", re.DOTALL)
 _PROBE_LIMIT_NS = 60_000_000_000
+_FRESH_S = 0.05  # so long an agent keeps a reading of its host's devices
 _CALLS = (Call("peers"),)
+_DEVICES = Call("nics", {"fresh": True})
 
 DIFF = View(
     "peers.diff",
@@ -58,6 +62,16 @@ PROBE = View(
         Column("write", Kind.DURATION, help="Time of one write."),
         Column("descriptor", Kind.DURATION, help="Additional time per descriptor.", header="PER DESCRIPTOR"),
         Column("gb_per_s", Kind.RATE, help="Rate, in GB/s.", header="GB/S"),
+        Column("lane", help="rdma, tcp, cuda_ipc, shared memory or another; empty: unknown."),
+        Column(
+            "devices",
+            Kind.LIST,
+            help="Network devices of the prefill rank's host that carried the bytes.",
+            path=lambda row: list(row["carried"]),
+        ),
+        Column("lane_source", help="Origin of LANE: engine, counters of the devices, or rate.", header="KNOWN FROM"),
+        Column("carried", Kind.MAP, Width.WIDE, "Bytes that each device sent meanwhile."),
+        Column("moved", Kind.BYTES, Width.WIDE, "Bytes of all writes of the measurement."),
     ),
     sort=("agent", "peer", "bytes"),
     empty="no connection was measured",
@@ -82,9 +96,14 @@ def show(settings: Settings) -> None:
 
     def read(survey: Survey) -> Report:
         answers = survey.answers("peers")
-        return Report(PEERS, [row for _, data in answers for row in data], len(answers), survey.faults)
+        rows = [
+            {**row, "lane_evidence": lane_evidence(row, inner(agent.data, "nics"))}
+            for agent, data in answers
+            for row in data
+        ]
+        return Report(PEERS, rows, len(answers), survey.faults)
 
-    run(settings, PEERS, _CALLS, read)
+    run(settings, PEERS, (*_CALLS, Call("nics", optional=True)), read)
 
 
 @peers.command(
@@ -324,7 +343,11 @@ def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: i
     the time that each descriptor adds.
 
     Without names, every prefill rank measures its connection to every decode rank, one after the other. One lane takes
-    about 0.2 s, a slow one longer. Afterwards, kvctl peers shows the result. Level: operate.
+    about 0.3 s, a slow one longer. Afterwards, kvctl peers shows the rate. Level: operate.
+
+    LANE tells what carried the bytes of these writes: as the engine tells (Mooncake); otherwise as the counters of the
+    network devices of the PREFILL rank's host tell, which are read before and after; otherwise as the rate suggests.
+    Counters contain the bytes of all processes: KNOWN FROM says if they were too many.
     """
     once_and_live(settings)
     output = Output(settings)
@@ -355,7 +378,7 @@ def _probe_all(
 
     Measures one lane after the other, since simultaneous measurements would disturb each other.
     """
-    faults, rows, answered = list(survey.faults), [], set()
+    faults, found, answered = list(survey.faults), list[dict[str, Any]](), set()
     able = permitted(list({agent.name: agent for agent, _ in connections}.values()), Call("probe"), faults)
     show_progress = sys.stderr.isatty() and not quiet
     own_names = {agent.name: agent.own_name for agent in survey.agents}
@@ -364,26 +387,36 @@ def _probe_all(
             continue
         if show_progress:
             progress(f"probing {agent.name} → {peer}")
-        answer = _probe(fleet, agent, Call("probe", {"peer": own_names.get(peer, peer), **args}))
+        own_name = own_names.get(peer, peer)
+        before = _answers(fleet, agent, _DEVICES)
+        answer = _probe(fleet, agent, Call("probe", {"peer": own_name, **args}))
         if isinstance(answer, Fault):
             faults.append(replace(answer, agent=agent.name))
         else:
-            rows += [{**row, "agent": agent.name, "peer": peer} for row in answer]
+            time.sleep(_FRESH_S)
+            lane = measured_lane(own_name, before, _answers(fleet, agent, _DEVICES, *_CALLS), answer)
+            found += [{**row, **lane, "agent": agent.name, "peer": peer} for row in answer["rows"]]
             answered.add(agent.name)
     if show_progress:
         progress("")
-    report.rows, report.faults, report.answered = rows, faults, len(answered)
+    report.rows, report.faults, report.answered = found, faults, len(answered)
 
 
-def _probe(fleet: Fleet, agent: AgentAnswer, call: Call) -> list[dict[str, Any]] | Fault:
+def _answers(fleet: Fleet, agent: AgentAnswer, *calls: Call) -> dict[str, Any]:
+    """Returns an agent's answers by command, without those that it did not give."""
+    replies = fleet.ask([(agent.endpoint, call) for call in calls])
+    return {reply.call.command: reply.data for reply in replies if reply.fault is None}
+
+
+def _probe(fleet: Fleet, agent: AgentAnswer, call: Call) -> dict[str, Any] | Fault:
     deadline = time.monotonic_ns() + _PROBE_LIMIT_NS
     while True:
         (reply,) = fleet.ask([(agent.endpoint, call)])
         if reply.fault is not None:
             return reply.fault
         if not reply.data["running"]:
-            rows: list[dict[str, Any]] = reply.data["rows"]
-            return rows
+            answer: dict[str, Any] = reply.data
+            return answer
         if time.monotonic_ns() > deadline:
             text = f"the connection to {reply.data['peer']} was not measured within {_PROBE_LIMIT_NS / 1e9:g} s"
             return Fault(agent.name, FaultCode.TIMEOUT, text)

@@ -15,7 +15,11 @@ NICS = View(
     (
         Column("host", help="Name of the host."),
         Column("device", help="Port of an RDMA device (mlx5_0:1), or network interface.", path="name"),
-        Column("link", width=Width.NORMAL, help="InfiniBand, RoCE, RDMA (such as EFA), Ethernet or loopback."),
+        Column(
+            "link",
+            width=Width.NORMAL,
+            help="InfiniBand, RoCE, EFA, RDMA (another without a link layer), Ethernet or loopback.",
+        ),
         Column("kind", width=Width.WIDE, help="rdma or interface."),
         Column("state", help="active or up, down, or another state of the kernel.", styles=palette.LINK_STATES),
         Column(

@@ -165,6 +165,7 @@ class AdminActions:
             "peer": running.peer,
             "lane": running.lane,
             "running": cost is None,
+            "moved_bytes": None if cost is None else cost.moved_bytes,
             "rows": [],
         }
         if cost is not None:

@@ -67,7 +67,11 @@ COMMANDS: tuple[Command, ...] = (
     Command("staging", "ring, watermark, live allocations, gated parts, staging buffers"),
     Command("layers", "stage times per layer group", args=(Arg("room", "room", "only this room"),)),
     Command("peers", "connection, clock, watermark and errors per peer"),
-    Command("nics", "network devices of the host with their counters, and those that this rank uses"),
+    Command(
+        "nics",
+        "network devices of the host with their counters, and those that this rank uses",
+        args=(Arg("fresh", "bool", "counters are at most 50 ms old, instead of a second"),),
+    ),
     Command(
         "cost",
         "prefill: predicted transfer time of a prompt to each decode rank; decode: ring use and rooms",

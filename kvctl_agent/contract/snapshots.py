@@ -447,7 +447,7 @@ class Nic(TypedDict):
 
     name: str
     kind: Literal["rdma", "interface"]
-    link: str  # InfiniBand, RoCE, RDMA (EFA and others without a link layer); of an interface Ethernet, loopback, …
+    link: str  # InfiniBand, RoCE, EFA, RDMA (others without a link layer); of an interface Ethernet, loopback, …
     model: str  # of an RDMA device, such as MT4129; driver of an interface
     state: str  # active, down, init, armed, …; of an interface up, down, unknown, …
     bits_per_s: int | None
@@ -684,4 +684,5 @@ class Probe(TypedDict):
     peer: str
     lane: str
     running: bool
+    moved_bytes: int | None  # of all writes of the measurement; None while it runs
     rows: list[ProbeRow]

@@ -195,7 +195,7 @@ class HostNics:
         row = _row(
             f"{device}:{port}",
             "rdma",
-            {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}.get(layer, "RDMA"),
+            {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}.get(layer, "EFA" if _driver(driver) == "efa" else "RDMA"),
             model or _driver(driver),
             self._device(f"{base}/device"),
             _node(node),

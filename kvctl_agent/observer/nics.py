@@ -19,6 +19,7 @@ from kvctl_agent.observer.process_facts import ProcessFacts
 from kvctl_agent.telemetry.region import Header
 
 _KEPT_NS = 1_000_000_000
+_FRESH_NS = 50_000_000
 _SLOW_NS = 60_000_000_000
 _MOST_ROUTES = 64
 GID_SETTINGS = ("UCX_IB_GID_INDEX", "MC_GID_INDEX")
@@ -28,6 +29,8 @@ NIC_SETTINGS = ("UCX_NET_DEVICES", *GID_SETTINGS)
 
 class HostReading:
     """Reads the network devices and TCP counters of this host; a reading is kept for a second, for all ranks.
+
+    It is kept for 50 ms for who asks for a fresh one, to compare counters around a transfer.
 
     Args:
         root: directory that contains `sys` and `proc`.
@@ -43,10 +46,10 @@ class HostReading:
         self._read = read
         self._known: tuple[list[Nic], dict[str, int], int] | None = None
 
-    def __call__(self) -> tuple[list[Nic], dict[str, int], int]:
+    def __call__(self, fresh: bool = False) -> tuple[list[Nic], dict[str, int], int]:
         """Returns the devices, the counters of TCP, and the monotonic time of the reading."""
         now = time.monotonic_ns()
-        if self._known is None or now - self._known[2] >= _KEPT_NS:
+        if self._known is None or now - self._known[2] >= (_FRESH_NS if fresh else _KEPT_NS):
             self._known = self.devices.read(), _tcp_counters(self._read(self._tcp_files)), now
         return self._known
 
@@ -85,8 +88,8 @@ class NicQuery:
         self._interfaces: list[str] = []
         self._slow_due_ns = 0
 
-    def __call__(self) -> Nics:
-        nics, tcp, at_ns = self._reading()
+    def __call__(self, fresh: bool = False) -> Nics:
+        nics, tcp, at_ns = self._reading(fresh)
         if self._answer is None or self._answer["at_ns"] != at_ns:
             self._answer = self._describe(nics, tcp, at_ns)
         return self._answer

@@ -112,7 +112,7 @@ class ObservedRank:
         self._documents = documents
         self._process: ProcessUse = {"fds": 0, "fds_limit": None, "threads": 0, "rss_bytes": 0, "cpu_ns": 0}
         self._process_due_ns = 0
-        self.nics: Callable[[], Nics] = NicQuery(self.header, self.identity, self.peers, facts)
+        self.nics: Callable[..., Nics] = NicQuery(self.header, self.identity, self.peers, facts)
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
         """Returns the handlers by command name, for `AdminService`; `hello` is passed to it separately."""

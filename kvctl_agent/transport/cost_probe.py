@@ -48,6 +48,7 @@ class ConnectionCost(NamedTuple):
         counts: number of descriptors in the measured write of each size in `us_by_bytes`.
         big_bytes: size of the large write.
         us_taken: duration in µs of each measured write: one per size in `us_by_bytes`, then the large write.
+        moved_bytes: bytes of all writes of the measurement together.
     """
 
     write_gb_per_s: float
@@ -56,6 +57,7 @@ class ConnectionCost(NamedTuple):
     counts: tuple[int, ...] = ()
     big_bytes: int = 0
     us_taken: tuple[float, ...] = ()
+    moved_bytes: int = 0
 
     def descriptor_us(self, nbytes: float) -> float:
         """Predicts the cost in µs of one descriptor of `nbytes` bytes.
@@ -114,8 +116,10 @@ def measure_connection(
     random = np.random.default_rng(0)
     # Not measured: the first write waits until the connection is established.
     _once_us(transport, peer, local, remote, 64)
+    moved = 64 + _LEAST_BYTES
     if big_bytes is None:
         big_bytes = BIG_BYTES
+        moved += min(big_bytes, usable) if local.device != HOST else 0
         if local.device != HOST and _once_us(transport, peer, local, remote, min(big_bytes, usable)) < _PAYS_US:
             big_bytes = DEVICE_BIG_BYTES
     big_bytes = min(big_bytes, usable)
@@ -138,11 +142,12 @@ def measure_connection(
         for kind, (count, size) in enumerate(kinds):
             here, there = _scattered(random, local, count, size), _scattered(random, remote, count, size)
             best[kind] = min(best[kind], _write_us(transport, peer, here, there, np.full(count, size, np.uint64)))
+    moved += rounds * sum(count * size for count, size in kinds)
     one_us, big_us, *many_us = best
     rate = big_bytes / max(_without(one_us, big_us), 0.001) / 1e3
     each_us = [_without(one_us, us) / count for (count, _), us in zip(kinds[2:], many_us, strict=True)]
     points = _consistent(list(zip(_SIZES, each_us, strict=True)), rate * 1e3)
-    return ConnectionCost(rate, one_us, tuple(points), tuple(counts), big_bytes, (*many_us, big_us))
+    return ConnectionCost(rate, one_us, tuple(points), tuple(counts), big_bytes, (*many_us, big_us), moved)
 
 
 def _consistent(points: list[tuple[int, float]], bytes_per_us: float) -> list[tuple[int, float]]:

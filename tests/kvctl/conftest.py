@@ -477,7 +477,7 @@ def operations(name: str) -> dict[str, Callable[[dict[str, Any]], Any]]:
             }
             for size, count, ns in sizes
         ]
-        return {**who, "lane": "nixl", "running": False, "rows": rows}
+        return {**who, "lane": "nixl", "running": False, "moved_bytes": 100 << 20, "rows": rows}
 
     return {
         "abort": abort,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.network.conftest import PATIENCE_S, PLACE, PREFILL, Site
 
+RANKS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 EVERY = pytest.mark.parametrize("site", ["nixl", "mooncake"], indirect=True, scope="module")
 
 
@@ -42,6 +43,16 @@ def test_decode_ranks_know_their_interface_from_the_route_and_mooncake_its_proto
     assert {(row["state"], row["bits_per_s"]) for row in rows.values()} == {("up", 10 * 10**9)}
     told = {row["transport"].get("protocol") for row in site.fleet.kvctl("status")}
     assert told == ({"tcp"} if "mooncake" in site.fleet.plan.transport else {None})
+
+
+@EVERY
+def test_a_probe_names_the_interface_that_carried_its_bytes(site: Site) -> None:
+    rows = site.fleet.kvctl("peers", "probe", "--busy")
+    source = "engine" if "mooncake" in site.fleet.plan.transport else "counters"
+    assert {(row["agent"], row["peer"]) for row in rows} == {(p, d) for p in RANKS[:2] for d in RANKS[2:]}
+    for row in rows:
+        assert (row["lane"], row["lane_source"], list(row["carried"])) == ("tcp", source, ["eth0"]), row
+        assert row["moved_bytes"] <= row["carried"]["eth0"] < 1.5 * row["moved_bytes"], row
 
 
 @EVERY

@@ -19,11 +19,12 @@ from kvctl.health.codes.facts import common_agents
 from kvctl.health.codes.network import Interruption, too_large
 from kvctl.health.engine import examine
 from kvctl.health.finding import Finding, Severity, listed, pair
+from kvctl.health.lanes import carried_by
 from kvctl.health.snapshot import Snapshot
 from kvctl.lab.preflight.run import Options, PlannedRank, Results
 from kvctl.render.units import duration, size, three_digits
 from kvctl_agent.contract import VERSION
-from kvctl_agent.contract.snapshots import Hello, Nic
+from kvctl_agent.contract.snapshots import Hello
 
 HOST = "host"
 """Code of a finding about a host that has no health code."""
@@ -37,8 +38,6 @@ _SLOW_FACTOR = 5
 _REFERENCES = 3
 _LATE_FACTOR = 10
 _LATE_NS = 2_000_000
-_SHARE = 0.5  # of the bytes, that a device must have carried to be the one that carries them
-_RAIL_SHARE = 0.01
 _LONG = 80
 
 
@@ -79,29 +78,6 @@ def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], re
     for row in rows:
         _judge_row(row, rows, results)
     return rows
-
-
-def carried_by(before: Sequence[Nic], after: Sequence[Nic], moved: int) -> tuple[str, dict[str, int]]:
-    """Returns the lane of a host's bytes, and the bytes that each device carried, by the counters of its devices.
-
-    Args:
-        before, after: the devices before and after the transfer.
-        moved: bytes that the rank has written.
-
-    Returns:
-        "rdma", "tcp", or "" if no device of the host has carried most of the bytes, as over shared memory or NVLink.
-    """
-    earlier = {nic["name"]: nic["sent_bytes_total"] for nic in before}
-    grown = {
-        (nic["kind"], nic["name"]): (nic["sent_bytes_total"] or 0) - then
-        for nic in after
-        if (then := earlier.get(nic["name"])) is not None
-    }
-    for kind, lane in (("rdma", "rdma"), ("interface", "tcp")):
-        devices = {name: nbytes for (of, name), nbytes in grown.items() if of == kind and nbytes > _RAIL_SHARE * moved}
-        if sum(devices.values()) >= _SHARE * moved:
-            return lane, devices
-    return "", {}
 
 
 def to_measure_again(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

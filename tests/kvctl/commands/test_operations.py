@@ -407,8 +407,38 @@ class TestProbe:
         outcome = kvctl("peers", "probe", "prefill-1", "decode-0", "--bytes", "2MiB", "-o", "table")
         assert outcome.code == 0
         lines = outcome.out.splitlines()
-        assert lines[0].split() == ["AGENT", "PEER", "SIZE", "DESCRIPTORS", "WRITE", "PER", "DESCRIPTOR", "GB/S"]
+        assert lines[0].split()[:8] == ["AGENT", "PEER", "SIZE", "DESCRIPTORS", "WRITE", "PER", "DESCRIPTOR", "GB/S"]
+        assert lines[0].split()[8:] == ["LANE", "DEVICES", "KNOWN", "FROM"]
         assert lines[-1].split()[:4] == ["prefill-1", "decode-0", "2", "MiB"]
+
+    def test_the_counters_around_the_writes_tell_the_lane(self, start: Any, kvctl: Any, canned: ModuleType) -> None:
+        probed = 0
+
+        def probe(args: dict[str, Any]) -> Any:
+            nonlocal probed
+            probed += 1
+            return canned.answers("prefill-0")["probe"](args)
+
+        def nics(args: dict[str, Any]) -> Any:
+            assert args == {"fresh": True}
+            answer = canned.nics("prefill-0")
+            answer["nics"][0]["sent_bytes_total"] += probed * (101 << 20)
+            return answer
+
+        start("prefill-0", {"probe": probe, "nics": nics})
+        row = orjson.loads(kvctl("peers", "probe", "-o", "json").out)["data"][0]
+        assert (row["lane"], row["lane_source"]) == ("rdma", "counters")
+        assert (row["carried"], row["moved_bytes"]) == ({"mlx5_0:1": 101 << 20}, 100 << 20)
+
+    def test_an_agent_without_counters_is_measured_all_the_same(self, start: Any, kvctl: Any) -> None:
+        def unknown(_: Any) -> Any:
+            raise RequestRefused(ErrorCode.BAD_ARGUMENT, "nics has no argument 'fresh'")
+
+        start("prefill-0", {"nics": unknown})
+        outcome = kvctl("peers", "probe", "-o", "json")
+        assert (outcome.code, outcome.err) == (0, "")
+        row = orjson.loads(outcome.out)["data"][0]
+        assert (row["bytes"], row["moved_bytes"], row["carried"]) == (64, 100 << 20, {})
 
     def test_one_that_takes_its_time_is_asked_until_it_is_done(
         self, start: Any, kvctl: Any, canned: ModuleType

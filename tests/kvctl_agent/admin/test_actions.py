@@ -364,9 +364,12 @@ class TestProbe:
             found = desk.ask(writer, "probe", peer="decode-1", bytes=2 << 20)
             assert found.keys() == Probe.__annotations__.keys()
             assert (found["agent"], found["peer"], found["lane"]) == ("prefill-0", "decode-1", transport)
-            return None if found["running"] else found["rows"]
+            assert (found["moved_bytes"] is None) == found["running"]
+            return None if found["running"] else found
 
-        rows = until(probed)
+        found = until(probed)
+        rows = found["rows"]
+        assert found["moved_bytes"] > sum(row["bytes"] * row["descriptors"] for row in rows)
         assert [row["bytes"] for row in rows] == [64, 512, 4096, 32768, 262144, 2 << 20]
         assert all(row["descriptor_ns"] > 0 and row["gb_per_s"] > 0 for row in rows)
         assert rows[-1]["descriptors"] == rows[0]["descriptors"] == 1

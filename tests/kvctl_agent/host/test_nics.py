@@ -93,7 +93,7 @@ def test_efa_counts_bytes_under_other_names(tmp_path: Path) -> None:
     tree.set("rdmap52s0", tx_bytes=11, rx_bytes=22, retrans_pkts=1, rx_drops=5)
     found = read(tmp_path)
     first, second = found["rdmap52s0:1"], found["rdmap62s0:1"]
-    assert (first["link"], first["model"], first["bits_per_s"]) == ("RDMA", "efa", 100 * 10**9)
+    assert (first["link"], first["model"], first["bits_per_s"]) == ("EFA", "efa", 100 * 10**9)
     assert (first["sent_bytes_total"], first["received_bytes_total"], first["retransmits"]) == (
         11,
         22,

@@ -92,6 +92,21 @@ def test_a_reading_is_kept_for_a_second(tmp_path: Path, monkeypatch: pytest.Monk
     assert next(nic for nic in second["nics"] if nic["name"] == "mlx5_0:1")["sent_bytes_total"] == 100
 
 
+def test_a_fresh_reading_is_50_ms_old_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = host_tree.eight_rails(tmp_path)
+    ask, now = query(tmp_path), time.monotonic_ns()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+    first = ask()
+    tree.set("mlx5_0", port_xmit_data=25)
+    now += nics._FRESH_NS - 1
+    assert ask(fresh=True) is first, "who asks again and again costs 20 readings a second"
+    now += 1
+    assert ask() is first
+    second = ask(fresh=True)
+    assert next(nic for nic in second["nics"] if nic["name"] == "mlx5_0:1")["sent_bytes_total"] == 100
+    assert ask() is second
+
+
 def test_tcp_segments_of_this_host_are_counted() -> None:
     answer = query()()
     assert answer["segments_sent_total"] is not None

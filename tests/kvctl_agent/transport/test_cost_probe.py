@@ -91,11 +91,12 @@ class Recorder:
     def __init__(self, gb_per_s: float, clock: Clock) -> None:
         self._gb_per_s = gb_per_s
         self._clock = clock
-        self.largest = 0
+        self.largest = self.moved = 0
 
     def write(self, peer: str, here: np.ndarray, there: np.ndarray, sizes: np.ndarray, tag: bytes | None) -> Any:
         nbytes = int(sizes.sum())
         self.largest = max(self.largest, nbytes)
+        self.moved += nbytes
         self._clock.sleep(nbytes / self._gb_per_s / 1e9)
         return SimpleNamespace(poll=lambda: True, release=lambda: True)
 
@@ -109,6 +110,7 @@ def test_between_gpus_the_large_write_is_larger_where_the_connection_is_fast(
     recorder = Recorder(gb_per_s, clock)
     cost = measure_connection(recorder, "two", Region(1 << 40, 1 << 30, device), Region(1 << 41, 1 << 30), None, 1)
     assert (recorder.largest, cost.big_bytes) == (largest, largest)
+    assert recorder.moved == cost.moved_bytes
     assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
 
 
@@ -117,6 +119,7 @@ def test_a_slow_connection_is_measured_shortly(clock: Clock, gb_per_s: float) ->
     recorder = Recorder(gb_per_s, clock)
     cost = measure_connection(recorder, "two", Region(1 << 40, 1 << 26), Region(1 << 41, 1 << 26))
     assert clock.now_s < max(1.5, 3e-9 * (512 << 10) / gb_per_s)
+    assert recorder.moved == cost.moved_bytes
     assert cost.write_gb_per_s == pytest.approx(gb_per_s, rel=0.01)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvctl.client.clock import ClockOffset
-from kvctl.lab.preflight.judge import carried_by, findings, pair_rows, to_measure_again
+from kvctl.health.lanes import carried_by
+from kvctl.lab.preflight.judge import findings, pair_rows, to_measure_again
 from kvctl.lab.preflight.run import Options, PlannedRank, Results
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.choices import HOST
