@@ -278,31 +278,32 @@ class Preflight:
             self.results.writes[prefill, decode] = {**found, "wrong_bytes": wrong, "round": self._round}
 
     def _ask(self, commands: Mapping[str, AnyCommand], timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
-        """Sends commands and returns the answers by rank; ranks that give none have failed."""
+        """Sends commands and returns the answers by rank; ranks that give none have failed. Asks no failed rank."""
         deadline = time.monotonic() + timeout_s
-        processes = {name: self._group.processes[name] for name in commands}
-        for name, command in commands.items():
-            if processes[name] in self._group.running:  # the end of others is seen below
-                processes[name].send(command)
-        waiting = set(commands)
-        while waiting:
-            for name in sorted(waiting):
-                process = processes[name]
-                if process.answer is not None or process.fatal is not None or process not in self._group.running:
-                    waiting.discard(name)
-                    if process.answer is None:
-                        self.results.failed[name] = _end_of(process.fatal, process.returncode, process.last_output)
-            if not waiting:
-                break
+        waiting = {name: self._group.processes[name] for name in commands if name not in self.results.failed}
+        for name, process in waiting.items():
+            process.answer = None  # `send` is not called for a process that has ended
+            if process in self._group.running:
+                process.send(commands[name])
+        answers: dict[str, Mapping[str, Any]] = {}
+        while True:
+            for name, process in list(waiting.items()):
+                if process.answer is not None:
+                    answers[name] = process.answer
+                elif process.fatal is not None or process not in self._group.running:
+                    self.results.failed[name] = _end_of(process.fatal, process.returncode, process.last_output)
+                else:
+                    continue
+                del waiting[name]
             left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                for name in waiting:
-                    output = processes[name].last_output
-                    said = f"; it said: {output.splitlines()[-1]}" if output else ""
-                    self.results.failed[name] = f"it has not finished {doing} within {timeout_s:g} s{said}"
+            if not waiting or left_s <= 0:
                 break
             self._group.poll(min(left_s, TICK_S))
-        return {name: process.answer for name, process in processes.items() if process.answer is not None}
+        for name, process in waiting.items():
+            output = process.last_output
+            last = f"; its last output: {output.splitlines()[-1]}" if output else ""
+            self.results.failed[name] = f"it has not finished {doing} within {timeout_s:g} s{last}"
+        return answers
 
     def _alive(self) -> list[str]:
         return [name for name in self.results.begun if name not in self.results.failed]
@@ -318,12 +319,13 @@ class Preflight:
         return [end for pair in ends for end in pair if end != rank and end in self.results.begun]
 
     def _reachable(self, prefill: str, decode: str) -> bool:
+        """Returns whether two ranks can be measured. A host that could listen on no port may yet be reached."""
         ends = self._host(prefill), self._host(decode)
         if not {prefill, decode} <= set(self._alive()):
             return False
         links = [*self.results.links.get(ends, ()), *self.results.links.get((ends[1], ends[0]), ())]
         states = {each["state"] for each in links}
-        return ends[0] == ends[1] or ("ok" in states and "large lost" not in states)
+        return not links or ("ok" in states and "large lost" not in states)
 
 
 def _disjoint(pairs: Sequence[tuple[str, str]], place: Callable[[str], str]) -> Iterator[tuple[str, str]]:

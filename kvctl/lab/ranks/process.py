@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+import msgspec
 import orjson
 
 from kvctl.lab.ranks.messages import AnyCommand, LineBuffer, LineTooLong, Message, Stop
@@ -173,8 +174,8 @@ class RankProcess:
 
     def _parse(self, data: bytes) -> list[Message]:
         try:
-            messages: list[Message] = [orjson.loads(line) for line in self._lines.feed(data)]
-        except (LineTooLong, orjson.JSONDecodeError) as error:
+            messages = [msgspec.json.decode(line, type=Message) for line in self._lines.feed(data)]
+        except (LineTooLong, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             garbled = {"code": "Garbled", "message": f"it sent an invalid message: {error}"}
             messages = [Message(kind="fatal", data=garbled)]
         for message in messages:
