@@ -21,7 +21,7 @@ from tests.vllm_engines.checkpoints import write_model
 from tests.vllm_engines.conftest import ARGUMENTS, BLOCK_TOKENS, ENVIRONMENT, Engines, prompt_of
 from tests.vllm_engines.processes import ANSWER_S, REPOSITORY, Engine, Params, Request, Tokens, start_all
 
-CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
+CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector", "mooncake": "MooncakeConnector"}
 LEASE_S = 15
 # Of a Llama of 4 layers in float32.
 PROMPT = 100

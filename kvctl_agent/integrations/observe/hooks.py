@@ -64,6 +64,30 @@ def after(target: type, method: str, hook: Callable[..., None]) -> bool:
     return True
 
 
-# `before` and `after` each have the guard written out: a call less for every hook.
+def after_awaited(target: type, method: str, hook: Callable[..., None]) -> bool:
+    """Makes the coroutine of `target.method` call `hook` with its result before it ends; as `after`."""
+    original = getattr(target, method, None)
+    if original is None:
+        return False
+    run: Callable[..., None] | None = hook
+
+    @functools.wraps(original)
+    async def hooked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal run
+        start_ns = now_ns()
+        result = await original(*args, **kwargs)
+        if run is not None:
+            try:
+                run(start_ns, result, *args, **kwargs)
+            except Exception as error:
+                run = None
+                _log_removed(target, method, error)
+        return result
+
+    setattr(target, method, hooked)
+    return True
+
+
+# These functions each have the guard written out: a call less for every hook.
 def _log_removed(target: type, method: str, error: Exception) -> None:
     logger.error("kvctl: hook on %s.%s removed: %s: %s", target.__name__, method, type(error).__name__, error)

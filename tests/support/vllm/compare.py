@@ -14,11 +14,14 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from kvctl_agent.integrations.vllm.observe import mooncake
 from kvctl_agent.integrations.vllm.observe.hooks import AGENT, PULL, PUSH, SCHEDULER, WORKER
+from tests.support.vllm import mooncake_connector
 from tests.support.vllm.nixl_connector import HALVES, NixlWrapper
 from tests.support.vllm.stand_ins import MODULES, Request
 
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 _Shape = list[tuple[str, Any, Any]]
 
@@ -145,11 +148,13 @@ def main() -> None:
     base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     connector = importlib.import_module("kvctl_agent.integrations.vllm.connector").KvctlConnector
     methods = {name for table in (SCHEDULER, WORKER, PULL, PUSH, AGENT) for _, name, _ in table}
+    written = {name for table in (mooncake.SCHEDULER, mooncake.WORKER) for _, name, _ in table}
     modules = [f"{NIXL}.{half}" for half in ("pull_scheduler", "push_scheduler", "pull_worker", "push_worker")]
     found = [
         *differences(),
         *foreign_hooks(connector, base.KVConnectorBase_V1, base.SupportsHMA),
         *other_parameters(HALVES, sorted(methods), *modules),
+        *other_parameters(mooncake_connector.HALVES, sorted(written), MOONCAKE),
         *other_parameters([type("nixl_agent", (NixlWrapper,), {})], sorted(methods), "nixl._api"),
     ]
     print("\n".join(found), file=sys.stderr)

@@ -49,6 +49,8 @@ class Watch:
         beginning: thread in which it begins, for a worker with both roles.
         turn: notes a step; None until the worker is observed.
         posted: transfers in flight by the identity of NIXL's handle.
+        planned: Mooncake's writes, with the request's share of the bytes, by the identity of vLLM's list of addresses.
+        connecting: begin of the handshakes with Mooncake's prefill engines, by vLLM's id of the engine.
     """
 
     def __init__(self, worker: Any, push: bool, begin: Callable[[Any], None]) -> None:
@@ -59,6 +61,8 @@ class Watch:
         self.turn: Callable[[], None] | None = None
         self.events = EventQueue("vLLM")
         self.posted: dict[int, Posted] = {}
+        self.planned: dict[int, list[tuple[Posted, float]]] = {}
+        self.connecting: dict[str, int] = {}
 
 
 class _Posting(threading.local):
@@ -88,7 +92,8 @@ def blocks_of(groups: Iterable[Any] | None) -> int:
 # ---- scheduler half --------------------------------------------------------------------------------------------
 
 
-def _see(scheduler: Any, *event: Any) -> None:
+def see(scheduler: Any, *event: Any) -> None:
+    """Keeps an event of a scheduler half for the workers."""
     seen: list[Any] = vars(scheduler).setdefault(_SEEN, [])
     if len(seen) < _MOST_SEEN:
         seen.append(event)
@@ -97,12 +102,12 @@ def _see(scheduler: Any, *event: Any) -> None:
 def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
     params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
     if params.get("do_remote_decode"):
-        _see(scheduler, "arrived", now_ns(), "prefill", request.request_id, "", tokens)
+        see(scheduler, "arrived", now_ns(), "prefill", request.request_id, "", tokens)
     elif params.get("do_remote_prefill"):
         remote = str(params.get("remote_request_id") or "")
-        _see(scheduler, "arrived", now_ns(), "decode", request.request_id, remote, tokens)
+        see(scheduler, "arrived", now_ns(), "decode", request.request_id, remote, tokens)
     elif scheduler.vllm_config.kv_transfer_config.kv_role == "kv_consumer":
-        _see(scheduler, "computed_here", now_ns())
+        see(scheduler, "computed_here", now_ns())
 
 
 def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request: Any, block_ids: Any) -> None:
@@ -110,12 +115,13 @@ def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request:
     if held:
         lease_s = scheduler._reqs_need_send.get(request.request_id, 0) - perf_counter()
         blocks = blocks_of((params or {}).get("remote_block_ids") or block_ids)
-        _see(scheduler, "held", now_ns(), request.request_id, blocks, round(max(0.0, lease_s), 1))
+        see(scheduler, "held", now_ns(), request.request_id, blocks, round(max(0.0, lease_s), 1))
     elif request.kv_transfer_params:
-        _see(scheduler, "ended", now_ns(), request.request_id, request.status.name not in _FINISHED)
+        see(scheduler, "ended", now_ns(), request.request_id, request.status.name not in _FINISHED)
 
 
-def _build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> None:
+def build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> None:
+    """Adds what the scheduler half has seen to the metadata of a step."""
     if seen := vars(scheduler).get(_SEEN):
         setattr(metadata, _SEEN, tuple(seen))
         seen.clear()
@@ -124,20 +130,25 @@ def _build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> No
 # ---- worker half -----------------------------------------------------------------------------------------------
 
 
-def _start_load_kv(worker: Any, metadata: Any) -> None:
+def begin_step(worker: Any, metadata: Any) -> Watch:
+    """Notes a step and adds what the scheduler half has seen; returns the worker's `Watch`."""
     watch: Watch = getattr(worker, WATCH)
     if watch.turn is not None:
         watch.turn()
     elif watch.begin is not None:
         watch.begin(metadata)
-    events, seen = watch.events, vars(metadata).get(_SEEN)
-    if seen:
+    if seen := vars(metadata).get(_SEEN):
         _of_scheduler(watch, seen)
+    return watch
+
+
+def _start_load_kv(worker: Any, metadata: Any) -> None:
+    watch = begin_step(worker, metadata)
     if metadata.reqs_to_recv:
         for request, meta in metadata.reqs_to_recv.items():
             _allocated(watch, request, meta)
     for request in metadata.reqs_not_processed:
-        events.add(Tracker.ended, now_ns(), request, True)
+        watch.events.add(Tracker.ended, now_ns(), request, True)
 
 
 def _of_scheduler(watch: Watch, seen: Iterable[tuple[Any, ...]]) -> None:
@@ -171,7 +182,8 @@ def _allocated(watch: Watch, request: str, meta: Any) -> None:
         watch.events.add(Tracker.ended, at_ns, request, False)
 
 
-def _transfer_results(_: int, results: Any, worker: Any) -> None:
+def transfer_results(_: int, results: Any, worker: Any) -> None:
+    """Ends the requests that vLLM has ended."""
     sent, received = results.finished_sending, results.finished_recving
     if not sent and not received:
         return
@@ -301,11 +313,11 @@ Hooks = Iterable[tuple[Callable[[type, str, Callable[..., None]], bool], str, Ca
 SCHEDULER: Hooks = (
     (after, "on_new_request", _new_request),
     (after, "request_finished", _request_finished),
-    (after, "build_connector_meta", _build_connector_meta),
+    (after, "build_connector_meta", build_connector_meta),
 )
 WORKER: Hooks = (
     (before, "start_load_kv", _start_load_kv),
-    (after, "get_transfer_results", _transfer_results),
+    (after, "get_transfer_results", transfer_results),
     (before, "_nixl_handshake", _handshake_begins),
     (after, "_nixl_handshake", _handshake_ended),
     (before, "_log_failure", _log_failure),

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from time import monotonic_ns
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvctl_agent import rank_name
 from kvctl_agent.contract.snapshots import ConfigRow, PeerRow, Role
-from kvctl_agent.integrations.observe.documents import peer_row, setting, unpredicted, with_rows
+from kvctl_agent.integrations.observe.documents import peer_row, setting, unpredicted, variable_origin, with_rows
 from kvctl_agent.integrations.observe.hooks import after, before
 from kvctl_agent.integrations.observe.observer import ObservedRank, Observer, Watched
 from kvctl_agent.integrations.vllm import versions
-from kvctl_agent.integrations.vllm.observe import hooks
+from kvctl_agent.integrations.vllm.observe import hooks, mooncake
 from kvctl_agent.integrations.vllm.observe.hooks import WATCH, Watch
 from kvctl_agent.integrations.vllm.observe.tracker import Shape, Tracker
 from kvctl_agent.observer.documents import Builder, Diagnosis
@@ -63,24 +63,28 @@ def install() -> None:
 
 
 def observe(connector: Any) -> None:
-    """Hooks the halves of a connector, if it is one of vLLM's NIXL connectors."""
+    """Hooks the halves of a connector, if it is one of vLLM's NIXL connectors or its MooncakeConnector."""
     scheduler, worker = (getattr(connector, f"connector_{half}", None) for half in ("scheduler", "worker"))
     kind = type(worker if worker is not None else scheduler).__name__
-    if not kind.startswith("Nixl"):
-        logger.info("kvctl: %s is not observed: only vLLM's NIXL connectors are", type(connector).__name__)
+    nixl, push, missing = kind.startswith("Nixl"), "Push" in kind, []
+    if not nixl and not kind.startswith("MooncakeConnector"):
+        name = type(connector).__name__
+        logger.info("kvctl: %s is not observed: vLLM's NIXL connectors and MooncakeConnector are", name)
         return
-    push, missing = "Push" in kind, []
     if scheduler is not None:
-        missing += hooks.put(type(scheduler), hooks.SCHEDULER)
+        missing += hooks.put(type(scheduler), hooks.SCHEDULER if nixl else mooncake.SCHEDULER)
     if worker is not None:
         setattr(worker, WATCH, Watch(worker, push, partial(_begin_by_request, worker)))
-        agent = worker.nixl_wrapper
-        setattr(agent, WATCH, getattr(worker, WATCH))
         if "_kvctl_observed" not in vars(type(worker)):
             after(type(worker), "register_kv_caches", _registered)
             before(type(worker), "shutdown", _stop)
-        missing += hooks.put(type(worker), (*hooks.WORKER, *(hooks.PUSH if push else hooks.PULL)))
-        missing += hooks.put(type(agent), hooks.AGENT)
+        if nixl:
+            agent = worker.nixl_wrapper
+            setattr(agent, WATCH, getattr(worker, WATCH))
+            missing += hooks.put(type(worker), (*hooks.WORKER, *(hooks.PUSH if push else hooks.PULL)))
+            missing += hooks.put(type(agent), hooks.AGENT)
+        else:
+            missing += hooks.put(type(worker), mooncake.WORKER)
     if missing:
         logger.warning("kvctl: vLLM %s has no %s: what they do is not shown", versions.installed(), ", ".join(missing))
 
@@ -97,7 +101,8 @@ def _registered(_: int, __: Any, worker: Any, *___: Any, **____: Any) -> None:
 
 def _begin_by_request(worker: Any, metadata: Any) -> None:
     """Begins the observation of a worker with the role kv_both, which its first request shows."""
-    role: Role | None = "decode" if metadata.reqs_to_recv else "prefill" if metadata.reqs_in_batch else None
+    prefill = metadata.reqs_to_send or getattr(metadata, "reqs_in_batch", ())
+    role: Role | None = "decode" if metadata.reqs_to_recv else "prefill" if prefill else None
     if role is not None:
         watch: Watch = getattr(worker, WATCH)
         watch.begin = None
@@ -130,36 +135,34 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
     Raises:
         KvctlError: the environment has an invalid setting of kvctl.
     """
-    from vllm import envs
-
     worker = watch.worker
     config, parallel = worker.vllm_config, worker.vllm_config.parallel_config
     transfer = config.kv_transfer_config
     pp = _pp_rank() if parallel.pipeline_parallel_size > 1 else 0
     axes = {"pp": (pp, parallel.pipeline_parallel_size)}
-    port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + parallel.data_parallel_index
-    name = rank_name(role, axes, worker.tp_rank, f"{envs.VLLM_NIXL_SIDE_CHANNEL_HOST}:{port}")
-    lengths = [int(each) for each in worker.block_len_per_layer]
+    engine = _nixl(watch) if hasattr(worker, "nixl_wrapper") else _mooncake(watch, role)
+    name = rank_name(role, axes, worker.tp_rank, engine.address)
+    lengths, pages = engine.block_lengths, engine.blocks
     layers = len(worker.kv_cache_config.kv_cache_groups[0].layer_names) or len(lengths)
     shape = Shape(role, sum(lengths), layers, transfer.kv_load_failure_policy == "recompute")
     rank = ObservedRank(
         name=name,
         role=role,
-        endpoint=str(getattr(worker.nixl_wrapper, "name", "")),
+        endpoint=engine.endpoint,
         engine="vLLM",
         identity={
             "rank": {"dp": parallel.data_parallel_index, "pp": pp, "tp": worker.tp_rank, "unique": worker.tp_rank},
             "sizes": {
                 "dp": parallel.data_parallel_size,
                 "pp": parallel.pipeline_parallel_size,
-                "tp": worker.world_size,
+                "tp": engine.tp_size,
             },
-            "transport": {"engine": "nixl", "backend": ", ".join(worker.nixl_backends), "lanes": []},
-            "device": worker.device_type,
+            "transport": {"engine": engine.name, "backend": engine.backend, "lanes": []},
+            "device": engine.device,
             "pool": {
                 "page_size": worker.block_size,
-                "pages": worker.num_blocks,
-                "bytes": worker.num_blocks * sum(lengths),
+                "pages": pages,
+                "bytes": pages * sum(lengths),
                 "layers": layers,
             },
             "integration": {
@@ -167,23 +170,88 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
                 "engine_version": versions.installed() or "",
                 "mode": "observe",
                 "settings": {
-                    "connector": "NixlPushConnector" if watch.push else "NixlConnector",
+                    "connector": engine.connector,
                     "kv_load_failure_policy": str(transfer.kv_load_failure_policy),
                 },
             },
             "calls": ["start_load_kv"],
         },
-        config=_settings(transfer, role),
+        config=engine.settings(transfer, role),
         refused=_REFUSED,
     )
 
     def watched(telemetry: Telemetry, directory: Path) -> Watched:
         tracker = Tracker(name, shape, telemetry, directory)
         waiting.append(tracker)
-        return tracker, _builders(tracker)
+        return tracker, _builders(tracker, engine.name)
 
     waiting: list[Tracker] = []
     return Observer(rank, watch.events, watched, lambda: len(waiting[0].rooms))
+
+
+class Engine(NamedTuple):
+    """The transfer engine of a worker, and what its connector calls by a name of its own.
+
+    Attributes:
+        name, backend: the transfer engine, and its transport.
+        address: HOST:PORT in the name of the worker; `endpoint` is the name by which workers of other engines know it.
+        block_lengths: bytes of one block in each of its regions.
+        settings: returns the settings of vLLM that correspond to an agent's.
+    """
+
+    name: str
+    backend: str
+    connector: str
+    address: str
+    endpoint: str
+    tp_size: int
+    device: str
+    blocks: int
+    block_lengths: list[int]
+    settings: Callable[[Any, Role], list[ConfigRow]]
+
+
+def _nixl(watch: Watch) -> Engine:
+    from vllm import envs
+
+    worker = watch.worker
+    port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + worker.vllm_config.parallel_config.data_parallel_index
+    return Engine(
+        name="nixl",
+        backend=", ".join(worker.nixl_backends),
+        connector="NixlPushConnector" if watch.push else "NixlConnector",
+        address=f"{envs.VLLM_NIXL_SIDE_CHANNEL_HOST}:{port}",
+        endpoint=str(getattr(worker.nixl_wrapper, "name", "")),
+        tp_size=worker.world_size,
+        device=worker.device_type,
+        blocks=worker.num_blocks,
+        block_lengths=[int(each) for each in worker.block_len_per_layer],
+        settings=_nixl_settings,
+    )
+
+
+def _mooncake(watch: Watch, role: Role) -> Engine:
+    """A prefill worker is named after the bootstrap server of its engine, a decode worker after its transfer engine."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import get_mooncake_bootstrap_addr
+    from vllm.platforms import current_platform
+
+    worker = watch.worker
+    port = worker.rpc_port
+    if role == "prefill":
+        port = mooncake.port_of(get_mooncake_bootstrap_addr(worker.vllm_config)[1], worker.engine_id)
+    extra = worker.vllm_config.kv_transfer_config.kv_connector_extra_config
+    return Engine(
+        name="mooncake",
+        backend=str(extra.get("mooncake_protocol", "rdma")),
+        connector="MooncakeConnector",
+        address=f"{worker.hostname}:{port}",
+        endpoint=f"{worker.hostname}:{worker.rpc_port}",
+        tp_size=worker.tp_size,
+        device=current_platform.device_type,
+        blocks=worker.kv_cache_config.num_blocks * worker._physical_blocks_per_logical_kv_block,
+        block_lengths=[int(each) for each in worker.kv_block_len_per_layer],
+        settings=_mooncake_settings,
+    )
 
 
 def _pp_rank() -> int:
@@ -192,8 +260,14 @@ def _pp_rank() -> int:
     return int(get_pp_group().rank_in_group)
 
 
-def _settings(transfer: Any, role: Role) -> list[ConfigRow]:
-    """Returns the settings of vLLM that correspond to an agent's."""
+def _mooncake_settings(_: Any, role: Role) -> list[ConfigRow]:
+    if role == "decode":
+        return []
+    variable = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
+    return [setting("hold_s", mooncake.lease_s(), "s", variable_origin(variable), f"vLLM's {variable}")]
+
+
+def _nixl_settings(transfer: Any, role: Role) -> list[ConfigRow]:
     lease_s = float(transfer.get_from_extra_config("kv_lease_duration", _LEASE_S))
     values = {"heartbeat_s": lease_s // 6} if role == "decode" else {"hold_s": lease_s}
     text = "vLLM's kv_lease_duration in kv_connector_extra_config"
@@ -203,11 +277,11 @@ def _settings(transfer: Any, role: Role) -> list[ConfigRow]:
 # ---- documents -------------------------------------------------------------------------------------------------
 
 
-def _builders(tracker: Tracker) -> dict[Document, Builder]:
+def _builders(tracker: Tracker, engine: str) -> dict[Document, Builder]:
     rows: dict[Document, Any] = {
         Document.ROOMS: partial(_rooms, tracker),
-        Document.PEERS: partial(_peers, tracker),
-        Document.COSTS: lambda: unpredicted("vLLM", _peers(tracker)),
+        Document.PEERS: partial(_peers, tracker, engine),
+        Document.COSTS: lambda: unpredicted("vLLM", _peers(tracker, engine)),
     }
     return {
         Document.STATE: partial(_state, tracker),
@@ -228,9 +302,9 @@ def _rooms(tracker: Tracker) -> Iterator[Diagnosis]:
             yield {"room": number, "nonce": "0", "missing": list(room.owing), "owed": {}, "owed_parts": []}
 
 
-def _peers(tracker: Tracker) -> Iterator[PeerRow]:
+def _peers(tracker: Tracker, engine: str) -> Iterator[PeerRow]:
     now_ns = monotonic_ns()
     for name, peer in tracker.peers.copy().items():
         heard_ns = None if peer.heard_ns is None else max(0, now_ns - peer.heard_ns)
         role = tracker.shape.role
-        yield peer_row(tracker.name, role, "nixl", name, peer.endpoint, peer.state, heard_ns, peer.error)
+        yield peer_row(tracker.name, role, engine, name, peer.endpoint, peer.state, heard_ns, peer.error)
