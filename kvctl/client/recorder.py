@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvctl.client.recordings import Answer, RecordedAgent, RecordedSnapshot, enc
 from kvctl.errors import CliError
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract import recording as form
+from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, Level
 
 MAX_SNAPSHOT_BYTES = 256 << 20
@@ -219,6 +221,7 @@ def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
         for number, (agent, saved) in enumerate(agents)
         if agent.ended_ns is None  # its machine's inputs ended with it
     ]
+    without: Counter[str] = Counter()  # agents that keep no inputs, by their reason
     while waiting:
         requests = [(each.endpoint, Call(_INPUTS, {"since": each.since, "until": each.until})) for each in waiting]
         unfinished: list[_InputPages] = []
@@ -226,10 +229,15 @@ def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
             fault = reply.fault or _take_page(each, reply, writer)
             if fault is not None:
                 each.saved.refused = True
-                saving.faults.append(fault)
+                if fault.code == ErrorCode.REFUSED:
+                    without[fault.message] += 1
+                else:
+                    saving.faults.append(fault)
             elif each.since != each.until:
                 unfinished.append(each)
         waiting = unfinished
+    for reason, count in without.items():
+        saving.left_out.append(f"inputs of {count} agent{'s' * (count != 1)}: {reason}")
 
 
 def _take_page(each: _InputPages, reply: Reply, writer: _Writer) -> Fault | None:

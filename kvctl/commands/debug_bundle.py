@@ -169,7 +169,8 @@ class _Bundle:
             result.agents, result.faults = len(saving.saved), saving.faults
             result.left_out += saving.left_out
             result.partial = saving.interrupted
-            return "snapshots of the fleet, for --from, and inputs of its state machines, for kvctl replay"
+            inputs = ", and inputs of its state machines, for kvctl replay"
+            return f"snapshots of the fleet, for --from{inputs * any(saved.inputs for saved in saving.saved)}"
         snapshots = self._snapshots()
         result.partial = not write_snapshots(
             file, redacted(snapshots, self._redaction) if self._redaction else snapshots

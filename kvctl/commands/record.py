@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int) ->
         progress("")
     report = Report(RECORDED, [asdict(saved) for saved in saving.saved], len(saving.saved), saving.faults)
     if saving.saved:
-        report.notes += [*_notes(saving), _saved_text(file, saving.moments)]
+        report.notes += [*_notes(saving), _saved_text(file, saving)]
         output.emit(report)
     code = conclude(output, settings, saving.survey, report)
     raise click.exceptions.Exit(ExitCode.INTERRUPTED if saving.interrupted else code)
@@ -97,11 +96,13 @@ def _draw(moments: int, nbytes: int, left_ns: int) -> None:
     progress(f"{moments} snapshots, {units.size(nbytes)}, {left_ns / 1e9:.0f} s left; Ctrl-C ends it")
 
 
-def _saved_text(path: Path, moments: Sequence[int]) -> str:
+def _saved_text(path: Path, saving: Saving) -> str:
+    moments = saving.moments
     text = f"{len(moments)} snapshot{'s' * (len(moments) != 1)}"
     if len(moments) > 1:
         text += f" in {units.duration(moments[-1] - moments[0])}"
-    return f"{text} saved to {path}: kvctl status --from {path}, kvctl replay {path}"
+    replay = f", kvctl replay {path}" * any(saved.inputs for saved in saving.saved)
+    return f"{text} saved to {path}: kvctl status --from {path}{replay}"
 
 
 def _notes(saving: Saving) -> list[str]:

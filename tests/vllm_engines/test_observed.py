@@ -1,4 +1,4 @@
-"""vLLM's own NIXL connectors with `KVCTL_VLLM=observe`: rooms of both ends, and faults that doctor names first."""
+"""vLLM's own connectors with `KVCTL_VLLM=observe`: rooms of both ends, and faults that doctor names first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvctl.lab.tcp_ports import free_port
+from kvctl_agent import room_number
 from tests.vllm_engines.checkpoints import write_model
 from tests.vllm_engines.conftest import ARGUMENTS, BLOCK_TOKENS, ENVIRONMENT, Engines, prompt_of
 from tests.vllm_engines.processes import ANSWER_S, REPOSITORY, Engine, Params, Request, Tokens, start_all
@@ -37,15 +39,17 @@ class Observed:
     """A prefill and a decode engine with one of vLLM's own connectors, and what kvctl says about them."""
 
     def __init__(self, kind: str, folder: Path) -> None:
+        self.kind = kind
         self.folder = folder / kind
         self.sockets = self.folder / "s"
         self.sockets.mkdir(parents=True, mode=0o700)
         write_model(self.folder / "model", "llama")
+        self._numbers = count(1)
         self.ports = {role: free_port() for role in ("prefill", "decode")}
         self.prefill, self.decode = (self._engine(kind, role) for role in self.ports)
 
     def _engine(self, kind: str, role: str) -> Engine:
-        transfer = {
+        transfer: dict[str, Any] = {
             "kv_connector": CONNECTORS[kind],
             "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[role],
             "kv_buffer_device": "cpu",
@@ -53,6 +57,8 @@ class Observed:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
         }
+        if kind == "mooncake":
+            transfer["kv_connector_extra_config"] = {"mooncake_protocol": "tcp"}
         if kind == "pull" and role == "prefill":  # beside another child
             stored = {"shared_storage_path": str(self.folder / "stored")}
             example = {**transfer, "kv_connector": "ExampleConnector", "kv_connector_extra_config": stored}
@@ -64,6 +70,10 @@ class Observed:
             "KVCTL_OBSERVER": "process",
             "KVCTL_SOCKET_DIR": str(self.sockets),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[role]),
+            # Of MooncakeConnector; its decode engines listen at a port that its transfer engine chooses.
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.ports[role]),
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE_S),
+            "VLLM_HOST_IP": "127.0.0.1",
         }
         arguments = {**ARGUMENTS, "model": str(self.folder / "model"), "kv_transfer_config": transfer}
         if kind == "pull":  # ExampleConnector does not support it, and both engines must have the same
@@ -71,16 +81,35 @@ class Observed:
         return Engine(Path(os.environ["VLLM_VENV"]) / "bin" / "python", self.folder, role, environment, arguments)
 
     def name(self, role: str) -> str:
-        return f"{role}-tp0@localhost:{self.ports[role]}"
+        if self.kind != "mooncake":
+            return f"{role}-tp0@localhost:{self.ports[role]}"
+        if role == "prefill":
+            return f"prefill-tp0@127.0.0.1:{self.ports[role]}"
+        (decode,) = (row["agent"] for row in self.kvctl("status") if row["role"] == "decode")
+        return str(decode)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def compute(self, prompt: Tokens) -> Params:
         """Has prefill compute a prompt; returns the parameters for decode."""
-        request = self.prefill.submit(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
-        params = self.prefill.answer(request).params
+        asked: Params = {"do_remote_decode": True, "do_remote_prefill": False}
+        if self.kind == "mooncake":
+            asked["transfer_id"] = f"transfer-{next(self._numbers)}"
+        params = self.prefill.answer(self.prefill.submit(prompt, 1, asked)).params
+        if self.kind == "mooncake":
+            assert not params
+            address = f"http://127.0.0.1:{self.ports['prefill']}"
+            ours = {"do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": "mooncake-prefill"}
+            return {**asked, **ours, "remote_bootstrap_addr": address}
         assert params, "prefill's answer has no kv_transfer_params"
         return params
+
+    def sent(self, params: Params) -> list[Any]:
+        """Returns prefill's rows of a request that has ended."""
+        room = str(room_number(str(params.get("transfer_id"))))
+        rows = [row for row in self.kvctl("rooms", "history") if row["role"] == "prefill"]
+        request = params.get("remote_request_id")
+        return [row for row in rows if row["request_id"] == request or (not request and str(row["room"]) == room)]
 
     def receive(self, prompt: Tokens, params: Params | None = None) -> Request:
         return self.decode.answer(self.decode.submit(prompt, 8, params))
@@ -102,8 +131,19 @@ class Observed:
 
     def kvctl(self, *arguments: str) -> Any:
         """Returns the rows that a command prints as JSON."""
-        done = subprocess.run(
-            [sys.executable, "-m", "kvctl", "--timeout", "20s", *arguments, "-o", "json"],
+        done = self._run(*arguments, "-o", "json")
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)["data"]
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command, which must succeed."""
+        done = self._run(*arguments)
+        assert done.returncode == 0, (arguments, done)
+        return done
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "kvctl", "--timeout", "20s", *arguments],
             cwd=REPOSITORY,
             env={**os.environ, "KVCTL_SOCKET_DIR": str(self.sockets)},
             capture_output=True,
@@ -111,8 +151,6 @@ class Observed:
             timeout=120,
             check=False,
         )
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)["data"]
 
     def until(self, read: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:
         """Returns what `read` returns as soon as it holds; fails with the last answer at the deadline."""
@@ -135,7 +173,7 @@ class Observed:
             engine.kill()
 
 
-@pytest.fixture(scope="module", params=["pull", "push"])
+@pytest.fixture(scope="module", params=list(CONNECTORS))
 def observed(request: pytest.FixtureRequest, engines: Engines, folder: Path) -> Iterator[Observed]:
     engines.stop()
     pair = Observed(request.param, folder)
@@ -159,18 +197,14 @@ def filtered() -> Iterator[int]:
 
 
 def test_rooms_of_both_ends(observed: Observed) -> None:
-    pair, kind = observed, "read" if "pull" in str(observed.folder) else "write"
+    pair, kind = observed, "read" if observed.kind == "pull" else "write"
     observed.connect()
     prompt = prompt_of(PROMPT, seed="rooms")
     params = pair.compute(prompt)
     received = pair.receive(prompt, params)
     assert received.tokens == pair.receive(prompt).tokens  # as decode computes it alone
-    rows = pair.until(
-        lambda: pair.kvctl("rooms", "history"),
-        lambda rows: len([row for row in rows if row["request_id"] == params["remote_request_id"]]) == 1,
-    )
-    (sent,) = [row for row in rows if row["request_id"] == params["remote_request_id"]]
-    both = {row["role"]: row for row in rows if row["room"] == sent["room"]}
+    (sent,) = pair.until(lambda: pair.sent(params), bool)
+    both = {row["role"]: row for row in pair.kvctl("rooms", "history") if row["room"] == sent["room"]}
     assert [(row["state"], row["pages"], row["tokens"]) for row in both.values()] == [("Success", BLOCKS, PROMPT)] * 2
     assert (both["decode"]["parts"], both["decode"]["paths"]) == (1, {kind: 1})
     block_bytes = both["decode"]["bytes"] // BLOCKS
@@ -187,6 +221,28 @@ def test_rooms_of_both_ends(observed: Observed) -> None:
     }
     assert {row["integration"]["mode"] for row in pair.kvctl("status")} == {"observe"}
     assert not [row for row in pair.kvctl("events") if row["kind"] == "observe"]
+
+
+def test_top_recordings_and_bundles(observed: Observed, tmp_path: Path) -> None:
+    observed.connect()
+    names = [observed.name(role) for role in ("prefill", "decode")]
+    screen, recording, bundle = tmp_path / "top.txt", tmp_path / "fleet.kvrec", tmp_path / "fleet.tar.zst"
+    for view in ("overview", "peers", "history", "layers"):
+        observed.run("top", "--snapshot", str(screen), "--view", view, "--size", "160x40", "--interval", "1s")
+        assert names[1] in screen.read_text(), screen.read_text()
+    saved = observed.run("record", str(recording))
+    assert "inputs of 2 agents: observe mode: vLLM owns the transfer protocol" in saved.stderr
+    assert "kvctl replay" not in saved.stderr
+    saved = observed.run("debug", "bundle", str(bundle))
+    assert {"status.txt", "stacks.txt", "metrics.prom"} < {line.split()[0] for line in saved.stdout.splitlines()}
+    now = {row["room"] for row in observed.kvctl("rooms", "history")}
+    for file in (recording, bundle):
+        assert {row["agent"] for row in observed.kvctl("status", "--from", str(file))} == set(names)
+        rows = observed.kvctl("rooms", "history", "--from", str(file))
+        assert {row["room"] for row in rows if row["bytes"]} <= now
+        assert any(row["bytes"] for row in rows)
+        observed.run("top", "--from", str(file), "--snapshot", str(screen), "--view", "history", "--size", "160x40")
+        assert "Success" in screen.read_text(), screen.read_text()
 
 
 def test_blocks_that_are_never_read_and_their_lease(observed: Observed) -> None:
@@ -215,16 +271,21 @@ def test_a_filtered_port(observed: Observed) -> None:
     params = observed.compute(prompt)
     with filtered() as port:
         away = {**params, "remote_engine_id": "elsewhere", "remote_port": port}
+        if observed.kind == "mooncake":
+            away["remote_bootstrap_addr"] = f"http://127.0.0.1:{port}"
         received = observed.receive(prompt, away)
         found = observed.doctor("KV_HANDSHAKE_FAILED")
     assert received.tokens == observed.receive(prompt).tokens
-    assert found["subject"].endswith(f"→ prefill-tp0@localhost:{port}")
-    assert "no answer within 5 s" in found["cause"]
+    host = observed.name("prefill").partition("@")[2].rpartition(":")[0]
+    assert found["subject"].endswith(f"→ prefill-tp0@{host}:{port}")
+    assert ("not found from bootstrap server" if observed.kind == "mooncake" else "no answer within 5 s") in found[
+        "cause"
+    ]
 
 
 def test_blocks_that_are_read_after_their_lease(observed: Observed) -> None:
-    if "push" in str(observed.folder):
-        pytest.skip("prefill does not write any more, and vLLM lets decode wait for eight minutes")
+    if observed.kind != "pull":
+        pytest.skip("prefill does not write any more, and vLLM lets decode wait")
     observed.connect()
     prompt = prompt_of(PROMPT, seed="late")
     params = observed.compute(prompt)
