@@ -85,7 +85,7 @@ class Observed:
             return f"{role}-tp0@localhost:{self.ports[role]}"
         if role == "prefill":
             return f"prefill-tp0@127.0.0.1:{self.ports[role]}"
-        (decode,) = (row["agent"] for row in self.kvctl("status") if row["role"] == "decode")
+        (decode,) = (row["name"] for row in self.kvctl("status") if row["role"] == "decode")
         return str(decode)
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_top_recordings_and_bundles(observed: Observed, tmp_path: Path) -> None:
     assert {"status.txt", "stacks.txt", "metrics.prom"} < {line.split()[0] for line in saved.stdout.splitlines()}
     now = {row["room"] for row in observed.kvctl("rooms", "history")}
     for file in (recording, bundle):
-        assert {row["agent"] for row in observed.kvctl("status", "--from", str(file))} == set(names)
+        assert {row["name"] for row in observed.kvctl("status", "--from", str(file))} == set(names)
         rows = observed.kvctl("rooms", "history", "--from", str(file))
         assert {row["room"] for row in rows if row["bytes"]} <= now
         assert any(row["bytes"] for row in rows)

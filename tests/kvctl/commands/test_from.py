@@ -97,6 +97,17 @@ def test_faults_and_refusals_are_the_same(start: Any, kvctl: Any, tmp_path: Path
         assert live.code == 7
 
 
+@pytest.mark.parametrize("command", [("record",), ("debug", "bundle")])
+def test_an_agent_that_keeps_no_inputs_is_no_fault(start: Any, kvctl: Any, tmp_path: Path, command: Any) -> None:
+    def refuse(_: dict[str, Any]) -> Any:
+        raise RequestRefused(ErrorCode.REFUSED, "observe mode: the engine owns the protocol, which records no inputs")
+
+    start("decode-0", {"inputs": refuse})
+    outcome = kvctl(*command, str(tmp_path / "observed"))
+    assert (outcome.code, outcome.err.count("inputs of 1 agent: observe mode: the engine owns the protocol")) == (0, 1)
+    assert "kvctl replay" not in outcome.out + outcome.err
+
+
 def test_who_is_not_in_the_file_is_told(recording: Path, kvctl: Any) -> None:
     outcome = kvctl("rooms", "--from", str(recording), "-e", "decode-7")
     assert outcome.code == 3
