@@ -73,6 +73,7 @@ class Observed:
             # Of MooncakeConnector; its decode engines listen at a port that its transfer engine chooses.
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.ports[role]),
             "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE_S),
+            "VLLM_MOONCAKE_CONNECTOR_TIMEOUT": "10",  # three times for a bootstrap server that does not answer
             "VLLM_HOST_IP": "127.0.0.1",
         }
         arguments = {**ARGUMENTS, "model": str(self.folder / "model"), "kv_transfer_config": transfer}
