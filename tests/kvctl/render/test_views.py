@@ -81,7 +81,8 @@ def test_every_column_finds_its_data(canned: Any, view: View, source: str) -> No
     ids=lambda v: getattr(v, "name", None),
 )
 def test_every_column_of_lists_finds_its_data(canned: Any, view: View, source: str) -> None:
-    rows = [row for name in canned.FLEET for row in getattr(canned, source)(name)]
+    found_by_us = {"lane_evidence": []}  # added by kvctl
+    rows = [{**found_by_us, **row} for name in canned.FLEET for row in getattr(canned, source)(name)]
     filled = {column.name for column in view.columns if any(column.value(row) is not None for row in rows)}
     unset = {"last_error", "watermark_sent"}
     assert {column.name for column in view.columns} - filled <= unset
