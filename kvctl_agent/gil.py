@@ -1,8 +1,9 @@
 """Sharing the GIL with the engine's thread.
 
 A thread that releases the GIL gets it back at once if no other thread runs Python. Beside a thread that does, such as a
-scheduler's loop, it waits for milliseconds each time, unless the main thread lends it (`kvctl_agent/native/turns.c`).
-So the system calls of this module, which never wait, do not release the GIL.
+scheduler's loop, it waits for milliseconds each time, unless the main thread lends it (`kvctl_agent/native/turns.c`):
+on request, when it next takes the GIL back, or since Python 3.13 between any two bytecodes. So the system calls of this
+module, which never wait, do not release the GIL.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ KEYS: tuple[Key, ...] = (
         float,
         None,
         "Time after which a thread that runs Python gives the interpreter to a thread that waits for it, such as the "
-        "agent's: sys.setswitchinterval of the whole process. Automatic: unchanged, in Python 5 ms. The main thread "
-        "lends the interpreter to the agent without it.",
+        "agent's: sys.setswitchinterval of the whole process. Automatic: unchanged, in Python 5 ms. A main thread "
+        "that often releases the interpreter, as schedulers do, lends it to the agent without it.",
         unit="ms",
         minimum=0.05,
         maximum=100,

@@ -78,7 +78,7 @@ class CudaDevice:
     def copies(self) -> RowCopies:
         return CudaRowCopies(self.context, self.kernels, self.events)
 
-    @property
+    @cached_property
     def event_query(self) -> int:
         return load_short_calls().address("cuEventQuery")
 

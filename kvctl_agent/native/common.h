@@ -24,8 +24,8 @@ typedef struct {
     void *self;
 } Then;
 
-/* What a wait of the control loop calls in place of Py_BEGIN_ALLOW_THREADS and Py_END_ALLOW_THREADS: an object's attribute
- * `calls` has it in a capsule of the name `TURNS`. */
+/* Functions that a wait of the control loop calls in place of Py_BEGIN_ALLOW_THREADS and Py_END_ALLOW_THREADS. The attribute
+ * `calls` of a `Turns` is a capsule of the name `TURNS` with them. */
 #define TURNS "kvctl_agent.turns"
 typedef struct {
     void *(*release)(void *self);

@@ -163,7 +163,7 @@ constexpr int64_t kLongestPauseNs = 1000000;
 
 /* Looks for tags, at once and after pauses of `pause_ns`, or of 1 / `share` of the wait so far if that is longer, until there are some,
  * NIXL fails, a descriptor is readable, a signal comes, or the time is up. The descriptors are always polled, too. */
-void wait_for_tags(const Library *library, pollfd *polled, size_t count, int64_t timeout_ns, int64_t pause_ns, int64_t share,
+int wait_for_tags(const Library *library, pollfd *polled, size_t count, int64_t timeout_ns, int64_t pause_ns, int64_t share,
                    Tags &tags) noexcept
 {
     int64_t since = now_ns();
@@ -183,7 +183,7 @@ void wait_for_tags(const Library *library, pollfd *polled, size_t count, int64_t
             for (size_t i = 0; i < count; i++)
                 polled[i].revents = 0;
         if (readable || ended)
-            return;
+            return status;
     }
 }
 
@@ -265,11 +265,12 @@ PyObject *library_wait(PyObject *object, PyObject *args)
         Tags tags;
         int64_t ended_ns;
         void *released = turns->release(turns->self);
-        wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd), std::max(timeout_ns, 0LL), pause_ns, share, tags);
+        const int status = wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd),
+                                         std::max(timeout_ns, 0LL), pause_ns, share, tags);
         ended_ns = now_ns();
         turns->acquire(turns->self, released);
         if (PyObject *by_sender = dict_of(tags))
-            found = Py_BuildValue("(NL)", by_sender, static_cast<long long>(ended_ns));
+            found = Py_BuildValue("(NLi)", by_sender, static_cast<long long>(ended_ns), status);
     }
     PyBuffer_Release(&polled);
     return found;
@@ -742,7 +743,7 @@ PyMethodDef library_methods[] = {
     {"wait", library_wait, METH_VARARGS,
      "wait(polled, timeout_ns, pause_ns, share, turns): waits without the GIL until one of an array of struct pollfd is ready or there are tags, for\n"
      "which it looks at once and after each pause; a pause is 1 / share of the wait so far, but not shorter than pause_ns. turns is the\n"
-     "capsule `Turns.calls`. Returns the tags by the sender's name, and the monotonic time at which it had ended."},
+     "capsule `Turns.calls`. Returns the tags by the sender's name, the monotonic time at which it had ended, and NIXL's status."},
     {"tell", library_tell, METH_VARARGS, "tell(peer, tag): sends a tag; returns NIXL's status."},
     {"reach", library_reach, METH_VARARGS, "reach(peer, tag): sends the first tag to a peer, without the GIL; returns NIXL's status."},
     {nullptr, nullptr, 0, nullptr},

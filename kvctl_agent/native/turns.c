@@ -7,8 +7,10 @@
  *
  * Therefore a thread whose wait has ended does not wait for the GIL while the main thread runs. It asks the main thread by
  * `Py_AddPendingCall`, which is called between two bytecodes: there the main thread releases the GIL until the turn is over,
- * at most for `loan_ns`. So the main thread never waits for a turn in the middle of one of its own calls, nor a turn for an
- * interval of the interpreter. Engines' schedulers run in the main thread; beside other threads this is an ordinary wait. */
+ * at most for `loan_ns`, or longer if the turn waits for a lock that the main thread has. So a turn does not wait for an
+ * interval of the interpreter, nor does it wake for releases that are too short. Before Python 3.13 the main thread notices
+ * the request when it next takes the GIL back, as an engine does in each operator and each recv. Engines' schedulers run in
+ * the main thread; beside other threads, or one that only computes, this is an ordinary wait. */
 #include "common.h"
 
 #include <errno.h>
@@ -28,6 +30,7 @@
 #define LENDER_SPIN_NS 500000
 /* The interpreter gives the GIL to the next thread within microseconds. If it takes longer, a thread runs Python. */
 #define LATE_NS 50000
+#define QUIET_HOLDS 4
 #define LONGEST_PAUSE_NS 200000
 #define SHARE_OF_WAIT 64
 
@@ -42,12 +45,14 @@ typedef struct {
     int asked;  /* whether the main thread has a call of `lend` pending, which has a reference */
     clockid_t main_clock;
     int64_t main_ns, since_ns; /* CPU time of the main thread, and time, when the latest wait began */
-    int64_t acquired_ns;
+    int64_t held_ns; /* when this thread began to keep the GIL from others */
     bool busy;       /* whether the main thread, or another one, ran when the GIL was last acquired */
     bool unanswered; /* the latest request */
     bool spare;      /* a reference for a call of `lend` is at hand, which is asked for without the GIL */
     long long loans;
 } Turns;
+
+static int exiting; /* whether the interpreter ends, which a daemon thread may outlive */
 
 static int load(const int *word)
 {
@@ -124,14 +129,15 @@ static void *release(void *object)
 /* Asks the main thread for the GIL, and waits until it lends it, does not answer, or does not run at all. */
 static bool borrow(Turns *self)
 {
+    if (!change(&self->asked, 0, 1))
+        return false; /* it has not answered the last request: it is in a long call */
     const int64_t until = now_ns() + (self->unanswered ? ASK_SHORT_NS : ASK_NS);
     __atomic_store_n(&self->state, WANTED, __ATOMIC_RELEASE);
-    if (change(&self->asked, 0, 1)) {
-        self->spare = false;
-        if (Py_AddPendingCall(lend, self)) { /* the interpreter's queue is full */
-            self->spare = true;
-            __atomic_store_n(&self->asked, 0, __ATOMIC_RELEASE);
-        }
+    self->spare = false;
+    if (Py_AddPendingCall(lend, self)) { /* the interpreter's queue is full */
+        self->spare = true;
+        __atomic_store_n(&self->asked, 0, __ATOMIC_RELEASE);
+        return !change(&self->state, WANTED, NONE);
     }
     for (int64_t ran = main_ns(self), left; load(&self->state) == WANTED && (left = until - now_ns()) > 0;) {
         wait_while(&self->state, WANTED, left < ASK_SHORT_NS ? left : ASK_SHORT_NS, self->spin_ns);
@@ -142,7 +148,7 @@ static bool borrow(Turns *self)
     }
     if (change(&self->state, WANTED, NONE))
         return false;
-    wait_while(&self->state, LENDING, INT64_MAX, self->spin_ns);
+    wait_while(&self->state, LENDING, self->loan_ns, self->spin_ns);
     return true;
 }
 
@@ -154,14 +160,16 @@ static void acquire(void *object, void *released)
     bool lent = false;
     /* A thread that ran Python may still do so, and one that has run for a quarter of the wait may have begun to. */
     const bool runs = self->busy || 4 * (main_ns(self) - self->main_ns) > ended - self->since_ns;
-    if (runs && self->forks == forks)
+    if (runs && self->forks == forks && !__atomic_load_n(&exiting, __ATOMIC_ACQUIRE))
         lent = borrow(self);
     const int64_t asked = now_ns();
     PyEval_RestoreThread(released);
-    self->acquired_ns = now_ns();
-    const bool late = self->acquired_ns - asked >= LATE_NS;
+    const int64_t now = now_ns();
+    const bool late = now - asked >= LATE_NS;
     self->unanswered = runs && !lent && !late;
     self->busy = lent || late;
+    if (lent || late || ended - self->since_ns >= LATE_NS)
+        self->held_ns = now; /* another thread has had the time to take the GIL */
     self->loans += lent;
     if (self->spare) {
         self->spare = false;
@@ -169,7 +177,7 @@ static void acquire(void *object, void *released)
     }
 }
 
-/* Looks at events of the GPU, given the driver's function that does; returns whether one is done, or has failed. */
+/* Returns whether an event of the GPU is done, or has failed; `query` is the driver's function that tells the state of one. */
 typedef int (*Query)(void *event);
 #define NOT_READY 600
 
@@ -241,9 +249,10 @@ static PyObject *turns_yield(PyObject *object, PyObject *unused)
 {
     (void)unused;
     Turns *self = (Turns *)object;
-    if (self->busy && now_ns() - self->acquired_ns >= self->hold_ns) {
+    /* Beside a thread that is not known to run Python the pause is short, and shows whether it does. */
+    if (now_ns() - self->held_ns >= (self->busy ? 1 : QUIET_HOLDS) * self->hold_ns) {
         void *released = release(self);
-        const struct timespec pause = {0, self->pause_ns};
+        const struct timespec pause = {0, self->busy ? self->pause_ns : LATE_NS};
         nanosleep(&pause, NULL);
         acquire(self, released);
     }
@@ -306,7 +315,7 @@ static int turns_init(PyObject *object, PyObject *args, PyObject *kwargs)
     self->forks = forks;
     /* CPU time of one thread of this process, as Linux numbers these clocks; the main thread has the number of the process. */
     self->main_clock = (clockid_t)((~(unsigned)getpid() << 3) | 6);
-    self->acquired_ns = now_ns();
+    self->held_ns = now_ns();
     return 0;
 }
 
@@ -324,7 +333,7 @@ static PyMethodDef turns_methods[] = {
      "GPU's events (uint64 handles) is done, which the driver's function at the address query tells, or the time is up. Events are looked\n"
      "at after pauses of at least pause_ns. Returns the monotonic time at which the wait ended, before the thread waited for the GIL."},
     {"yield_if_due", turns_yield, METH_NOARGS, "Lets the main thread run if it does, and the calling thread has had the GIL for long."},
-    {"end", turns_end, METH_NOARGS, "Ends the last turn, after which the thread waits no more."},
+    {"end", turns_end, METH_NOARGS, "Ends the loan; the thread calls it before it ends."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef turns_getset[] = {
@@ -345,7 +354,32 @@ static PyType_Slot turns_slots[] = {
 };
 static PyType_Spec turns_spec = {"kvctl_agent.native.turns.Turns", sizeof(Turns), 0, Py_TPFLAGS_DEFAULT, turns_slots};
 
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "turns", "Waits without the GIL, which the main thread then lends.", -1, NULL, NULL, NULL, NULL, NULL};
+static PyObject *exit_begins(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    __atomic_store_n(&exiting, 1, __ATOMIC_RELEASE);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"exit_begins", exit_begins, METH_NOARGS, "Called at the exit of the interpreter: the main thread is asked for nothing from now on."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Has the interpreter call `exit_begins` before it ends. */
+static bool watch_exit(PyObject *created)
+{
+    PyObject *function = PyObject_GetAttrString(created, "exit_begins");
+    PyObject *atexit = function == NULL ? NULL : PyImport_ImportModule("atexit");
+    PyObject *done = atexit == NULL ? NULL : PyObject_CallMethod(atexit, "register", "O", function);
+    Py_XDECREF(done);
+    Py_XDECREF(atexit);
+    Py_XDECREF(function);
+    return done != NULL;
+}
+
+static PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "turns", "Waits without the GIL, which the main thread then lends.", -1, functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit_turns(void)
 {
@@ -353,7 +387,7 @@ PyMODINIT_FUNC PyInit_turns(void)
     if (created == NULL)
         return NULL;
     PyObject *type = PyType_FromSpec(&turns_spec);
-    if (type == NULL || PyModule_AddObjectRef(created, "Turns", type)) {
+    if (type == NULL || PyModule_AddObjectRef(created, "Turns", type) || !watch_exit(created)) {
         Py_XDECREF(type);
         Py_DECREF(created);
         return NULL;

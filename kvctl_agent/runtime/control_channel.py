@@ -37,15 +37,18 @@ from kvctl_agent.telemetry.hub import Telemetry
 _LOG_EVERY_NS = 60_000_000_000
 _TOKEN_BYTES = 16
 _MOST_NAMES = 4096  # limit of the tables by peer name: peers choose their names
-# Not only answers: pages are released when the parts are sent, and no request on a prefill rank waits for RoomDone.
-# An Ack only ends repetitions, which come after a second.
+# Not only answers: pages are released when the parts are sent, and no request on a prefill rank waits for RoomDone. It
+# waits for less than the others, because only then the prefill rank counts the room as done.
 _PATIENCE_NS: dict[type[Message], int] = {
-    Ack: 20_000_000,
+    Ack: 5_000_000,
     PartAck: 5_000_000,
     ReadersDone: 5_000_000,
     RoomDone: 700_000,
     RoomKept: 5_000_000,
 }
+# An Ack of RoomDone only ends its repetition.
+_ROOM_DONE = RoomDone.__struct_config__.tag
+_LONG_PATIENCE_NS = 20_000_000
 # The last frames report failed rooms; without a linger the context drops frames that are not on the wire yet.
 _GOODBYE_MS = 200
 
@@ -207,6 +210,8 @@ class ControlChannel:
         address = PeerAddress(peer, route or self.endpoint(peer).encode())
         since_ns = 0
         patience_ns = _PATIENCE_NS.get(type(message))
+        if isinstance(message, Ack) and message.of == _ROOM_DONE:
+            patience_ns = _LONG_PATIENCE_NS
         if patience_ns is not None:
             since_ns = self._telemetry.clock.now_ns()
             if self._patient_due_ns is None or since_ns + patience_ns < self._patient_due_ns:

@@ -1,9 +1,9 @@
 """Polls the engine's device events, and posts the engine's report about a forward once that forward is done.
 
 A device event that completes wakes no thread, so the control loop looks at the pending events during its wait, without
-the GIL. Where the device's driver has no function for that, the loop polls: each poll takes the GIL from the engine, so
-the pause between polls is a small fraction of the time since the last event completed. The poller has no deadlines: the
-machine gets `Launched` for each forward, and enforces its own deadlines.
+the GIL. Where the driver has no function for that (`event_query` is 0), it polls: each poll takes the GIL from the
+engine, so the pause between polls is a small fraction of the time since the last event completed. The poller has no
+deadlines: the machine gets `Launched` for each forward, and enforces its own deadlines.
 """
 
 from __future__ import annotations

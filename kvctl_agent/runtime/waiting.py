@@ -80,7 +80,7 @@ class InputWait:
 
         Args:
             turns: the loop's turns at the GIL.
-            waited: called with the duration of each wait, without and with the wait for the GIL after it, in ns.
+            waited: called with the time limit and the duration of each wait, in ns.
             arrivals, transfers: decode, prefill: can wait in place of the loop, and let the transport work meanwhile.
             few_cores: whether ranks that share this host have no core to spare, so that the loop makes fewer turns, and
                 does not poll for arrivals more often when bytes are about to come.
@@ -129,7 +129,7 @@ class InputWait:
             since_ns = time.monotonic_ns()
             ended_ns = self._waiter.wait(self._descriptors.polled, self._turns, due_s, pause_s)
             if ended_ns is not None:
-                self._waited(since_ns, ended_ns)
+                self._waited(since_ns, ended_ns - since_ns, int(due_s * 1e9))
                 return self._descriptors.readable()
         self._wait(self._descriptors, pause_s, events)
         return self._descriptors.readable()
@@ -143,10 +143,12 @@ class InputWait:
         since_ns = time.monotonic_ns()
         limit_ns = int(seconds * 1e9)
         ended_ns = self._turns.wait(descriptors.polled, limit_ns, self._event_query, handles, _EVENT_PAUSE_NS)
-        self._waited(since_ns, ended_ns)
+        self._waited(since_ns, ended_ns - since_ns, limit_ns)
 
-    def _waited(self, since_ns: int, ended_ns: int) -> None:
-        self._note(ended_ns - since_ns, time.monotonic_ns() - since_ns)
+    def _waited(self, since_ns: int, waited_ns: int, limit_ns: int) -> None:
+        """Notes a wait that began at `since_ns`; one that ended before its limit shows nothing of the GIL."""
+        took_ns = time.monotonic_ns() - since_ns
+        self._note(limit_ns, took_ns if waited_ns >= limit_ns else min(took_ns, limit_ns - 1))
 
 
 def minimize_timer_slack() -> None:

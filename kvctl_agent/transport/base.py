@@ -271,6 +271,9 @@ class Transport(Protocol):
 
         Returns:
             What the wait has found; None, at once, if only calls of `arrivals` find tags now.
+
+        Raises:
+            TransportError: the engine failed, or the transport is closed.
         """
         ...
 

@@ -380,10 +380,11 @@ def transport_error(snapshot: Snapshot) -> Iterator[Finding]:
     "transport",
     sees="rooms are slow and few while cores and connections are idle; the engine's process uses one core for Python",
     means="The agent's loop and the engine's threads share one Python interpreter. The main thread of the process, in "
-    "which schedulers run, lends it to the loop between two bytecodes. Any other thread that runs Python gives it up "
-    "when it blocks, or after sys.getswitchinterval(), 5 ms by default; a main thread that is in a long call keeps it "
-    "until the call ends. Until then the loop waits, each time that it returns from the kernel or from the transfer "
-    "engine, three to five times a room. The time in which the kernel had no core for the thread does not count.",
+    "which schedulers run, lends it to the loop when it comes back from a call that releases it, as torch's operators "
+    "do. Any other thread that runs Python, and a main thread that only computes, gives it up when it blocks, or after "
+    "sys.getswitchinterval(), 5 ms by default. Until then the loop waits, each time that it returns from the kernel or "
+    "from the transfer engine, three to five times a room. The time in which the kernel had no core for the thread "
+    "does not count.",
     remedy="Find the thread with kvctl stacks. Run the engine's loop in the main thread of its process, or let it "
     "block (a queue or a socket with a timeout, a CUDA event) instead of polling; move tokenizing, logging and metrics "
     "into other processes. If latency counts more than that thread, set switch_interval_ms = 1. kvctl bench "

@@ -362,7 +362,11 @@ class NixlTransport:
             return None
         self._begin()
         pause_ns = max(1, int(pause_s * 1e9))
-        notified, ended_ns = self._native.wait(polled, int(timeout_s * 1e9), pause_ns, self._share_of_wait, turns.calls)
+        notified, ended_ns, status = self._native.wait(
+            polled, int(timeout_s * 1e9), pause_ns, self._share_of_wait, turns.calls
+        )
+        if status:
+            raise TransportError(f"nixl: cannot look for tags: status {status}")
         return Waited(ended_ns, self._tags_of(notified) if notified else [])
 
     def describe(self) -> dict[str, Any]:

@@ -68,8 +68,9 @@ def test_agents_beside_a_busy_thread(make_fleet: MakeFleet, monkeypatch: pytest.
     assert findings() == []
     with busy_thread():
         measure(fleet)
-        until(lambda: len(findings()) == 2, pause_s=0.5)  # time without a core does not count
-    prefill, decode = sorted(findings(), key=lambda each: each.subject, reverse=True)
+        # Time without a core does not count.
+        found = until(lambda: both if len(both := findings()) == 2 else [], pause_s=0.5)
+    prefill, decode = sorted(found, key=lambda each: each.subject, reverse=True)
     assert (prefill.subject, decode.subject) == ("prefill-0", "decode-0")
     assert prefill.evidence["gil_wait_ns"] > 1_000_000
     assert "kvctl stacks -e prefill-0" in prefill.remedy

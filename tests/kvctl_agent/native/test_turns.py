@@ -6,12 +6,14 @@ import ctypes
 import gc
 import os
 import select
+import subprocess
 import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -19,7 +21,7 @@ from kvctl_agent.native import Turns
 from kvctl_agent.runtime.waiting import PolledDescriptors
 
 MS = 1_000_000
-LONG_NS = 60_000 * MS
+LONG_NS = 3_600_000 * MS
 NOTHING = PolledDescriptors(()).polled
 _libc = ctypes.CDLL(None)
 QUERY = ctypes.cast(_libc.labs, ctypes.c_void_p).value or 0
@@ -172,14 +174,19 @@ def test_a_short_turn_does_not_yield() -> None:
 def test_a_main_thread_that_sleeps_is_not_asked() -> None:
     turns = made()
 
+    joining = threading.Event()
+
     def loop() -> None:
+        joining.wait(60)
+        time.sleep(0.2)  # until the main thread sleeps in `join`
+        before = turns.loans
         for _ in range(100):
             wait(turns, 0.001)
+        assert turns.loans == before == 0
 
     with thread_of(turns, loop) as thread:
+        joining.set()
         thread.join(60)
-    assert turns.loans == 0
-    assert not turns.busy
 
 
 def test_an_object_is_freed_also_after_it_was_asked_for_in_vain() -> None:
@@ -199,6 +206,92 @@ def test_an_object_is_freed_also_after_it_was_asked_for_in_vain() -> None:
     gc.collect()
 
 
+def test_turns_without_a_wait_between_them_yield_too() -> None:
+    engine, turns, over = Engine(), made(hold_ns=MS), threading.Event()
+
+    def loop() -> None:
+        try:
+            before, deadline = engine.rounds, time.monotonic() + 60
+            while engine.rounds < before + 10:
+                assert time.monotonic() < deadline, "the main thread has not run ten times within 60 s"
+                since = time.monotonic()
+                while time.monotonic() - since < 1e-4:
+                    pass
+                turns.yield_if_due()
+                wait(turns)
+        finally:
+            over.set()
+
+    with thread_of(turns, loop):
+        engine.spin_until(over.is_set, "the turns")
+
+
+EXIT = """
+import atexit, threading, time
+from array import array
+from kvctl_agent.native import Turns
+turns = Turns(loan_ns=1_000_000, hold_ns=1_000_000, pause_ns=1_000, spins=True)
+def loop():
+    while True:
+        turns.wait(bytearray(), 100_000, 0, array("Q"), 1_000)
+threading.Thread(target=loop, daemon=True).start()
+class Slow:
+    def __del__(self):
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            sum(range(100))
+kept = Slow()
+while not turns.loans:
+    time.sleep(0)
+"""
+
+
+def test_a_daemon_thread_that_waits_while_the_interpreter_ends() -> None:
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr.decode()
+
+
+def has_ended(child: int) -> bool:
+    return os.waitpid(child, os.WNOHANG)[0] == child
+
+
+def test_a_child_has_its_own() -> None:
+    """The parent's request is not answered in a child, whose main thread waits for nobody."""
+    engine, turns, over = Engine(), made(), threading.Event()
+
+    def loop() -> None:
+        for _ in range(20):
+            borrowed(turns)
+        over.set()
+
+    with thread_of(turns, loop):
+        for _ in range(5):
+            if not (child := os.fork()):
+                engine.rounds = 0
+                for _ in range(1000):
+                    select.select([], [], [], 0)
+                os._exit(0)
+            engine.spin_until(partial(has_ended, child), "the child ends")
+        engine.spin_until(over.is_set, "20 turns")
+
+
+def test_two_threads_have_turns_of_their_own() -> None:
+    engine, first, second = Engine(), made(), made()
+    ended = [threading.Event(), threading.Event()]
+
+    def loop(turns: Turns, over: threading.Event) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(10):
+                borrowed(turns)
+            over.set()
+
+        return run
+
+    with thread_of(first, loop(first, ended[0])), thread_of(second, loop(second, ended[1])):
+        engine.spin_until(lambda: all(each.is_set() for each in ended), "ten turns of each")
+
+
 class TestWaits:
     def test_it_lasts_as_long_as_asked(self) -> None:
         turns = made()
@@ -206,6 +299,7 @@ class TestWaits:
         ended = wait(turns, 0.02)
         assert 20 * MS <= ended - since <= time.monotonic_ns() - since
 
+    @pytest.mark.timeout(60)
     def test_a_descriptor_ends_it(self) -> None:
         reader, writer = os.pipe()
         try:
@@ -219,6 +313,7 @@ class TestWaits:
             os.close(reader)
             os.close(writer)
 
+    @pytest.mark.timeout(60)
     def test_an_event_that_is_done_ends_it(self) -> None:
         made().wait(NOTHING, LONG_NS, QUERY, array("Q", [PENDING, DONE]), 1000)
 

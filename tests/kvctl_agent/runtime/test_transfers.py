@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
+from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import PeerConnection
@@ -24,14 +25,20 @@ from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.transfers import Transfers
+from kvctl_agent.runtime.waiting import PolledDescriptors
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.transport.base import Waited
 from tests.support.driven_task import DrivenTask
+from tests.support.host_device import HostEvent
 from tests.support.polling import until
 
 AtBest = Callable[[Callable[[], float], float], None]
 NONE = np.empty(0, np.int32)
 TAG = Tag(PartKind.KV, 1, 2, 3, 0, PartKey(0, 0, 0, 2)).pack()
 SHARE = TransferSlice(0, 0, 0, 1, 0, 2, 0, 2, 4, 4, 64)
+
+
+NO_DESCRIPTORS = PolledDescriptors(()).polled
 
 
 class Wire:
@@ -69,7 +76,13 @@ class Bench:
     """Transfers, their peers' wires, and what they reported."""
 
     def __init__(
-        self, telemetry: Telemetry, on_device: bool = False, checksums: Any = None, *, many: bool = False
+        self,
+        telemetry: Telemetry,
+        on_device: bool = False,
+        checksums: Any = None,
+        *,
+        many: bool = False,
+        **options: Any,
     ) -> None:
         self.wires: dict[str, Wire] = {name: Wire() for name in ("good", "bad", "third")}
         self.reported: Queue[Event] = Queue()
@@ -88,6 +101,7 @@ class Bench:
             many=many,
             on_device=on_device,
             checksums=checksums,
+            **options,
         )
         self.loop = DrivenTask(self.transfers)
 
@@ -487,6 +501,56 @@ def test_without_work_it_lets_the_engine_work_often_at_first_and_seldom_later(be
         if soon >= 5 and 1 <= later <= 5:
             return
     pytest.fail(f"{soon} looks in the first 80 ms, later {later} in 300 ms")
+
+
+class TestWaits:
+    """Waits in which the engine works, in place of turns of the loop."""
+
+    def made(self, telemetry: Telemetry, found: Waited | Exception | None) -> tuple[Bench, list[tuple[float, float]]]:
+        waits: list[tuple[float, float]] = []
+
+        def wait_for_tags(polled: Any, turns: Any, timeout_s: float, pause_s: float) -> Waited | None:
+            waits.append((timeout_s, pause_s))
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return Bench(telemetry, True, many=True, event_query=True, wait_for_tags=wait_for_tags), waits
+
+    def test_it_waits_while_nothing_is_in_flight(self, telemetry: Telemetry) -> None:
+        bench, waits = self.made(telemetry, Waited(77, []))
+        transfers = bench.transfers
+        transfers.turn()
+        assert transfers.wait(NO_DESCRIPTORS, turns_of_loop(), 0.1, 0.005) == 77
+        assert waits == [(0.1, 0.005)]
+        before = bench.progressed
+        transfers.turn()  # the engine has worked in the wait
+        assert bench.progressed == before
+        bench.wires["good"].done = False
+        bench.order("good", 1)
+        transfers.turn()
+        assert transfers.wait(NO_DESCRIPTORS, turns_of_loop(), 0.1, 0.005) is None
+        bench.wires["good"].done = True
+        transfers.turn()
+        assert transfers.wait(NO_DESCRIPTORS, turns_of_loop(), 0.1, 0.005) == 77
+
+    @pytest.mark.parametrize("error", [TransportError("broken"), ValueError("the library is not open")])
+    def test_an_engine_that_fails_is_counted_and_costs_no_turn(self, telemetry: Telemetry, error: Exception) -> None:
+        bench, _ = self.made(telemetry, error)
+        assert bench.transfers.wait(NO_DESCRIPTORS, turns_of_loop(), 0.1, 0.005) is None
+        assert telemetry.metrics.total("kvctl_transport_errors_total") == 1
+
+    def test_flights_that_wait_for_an_event_need_no_polls(self, telemetry: Telemetry) -> None:
+        bench, _ = self.made(telemetry, None)
+        bench.wires["good"].done = False
+        bench.order("good", 1)
+        bench.transfers.turn()
+        assert bench.transfers.wait_s() < 1e-3
+        assert list(bench.transfers.events()) == []
+        (flight,) = bench.transfers._active
+        flight.event = event = HostEvent(None, lambda: None, 1, None)
+        assert bench.transfers.wait_s() >= 5e-3
+        assert list(bench.transfers.events()) == [event]
 
 
 class StandInChecksums:
