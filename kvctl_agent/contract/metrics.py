@@ -205,7 +205,8 @@ METRICS: tuple[Metric, ...] = (
         "kvctl_spans_dropped_total",
         "counter",
         "",
-        "OpenTelemetry spans of rooms dropped because the export queue was full.",
+        "OpenTelemetry spans that were not sent, because the export queue was full or the collector failed; a room "
+        "whose spans were not made yet counts once.",
     ),
     Metric(
         "kvctl_log_gaps_total",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvctl_agent.contract.extras import install
@@ -22,9 +23,11 @@ from kvctl_agent.observer.fold import Fold
 from kvctl_agent.observer.room_records import FoldedRoom
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _QUEUE = 1024
+_MOST_SPANS = 10240  # that wait for the collector: those of 2048 rooms or more, with up to four phases each
 _EVENTS = 64
 _CLOSE_S = 2.0
 
@@ -59,9 +62,12 @@ class RoomSpans:
             raise ConfigError(f"otel_endpoint needs OpenTelemetry: {install('otel')}") from None
         resource = Resource.create({"service.name": f"kvctl-{role}", "service.instance.id": name})
         self._exporter = exporter
+        self._ended = self._exported = 0  # spans, each counted by one thread
         self._ids = _ids()
         self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider.add_span_processor(
+            BatchSpanProcessor(_counting(exporter, self._count), max_queue_size=_MOST_SPANS)
+        )
         self._tracer = self._provider.get_tracer("kvctl")
         self._role = role
         self._fold = fold
@@ -96,6 +102,11 @@ class RoomSpans:
         except queue.Full:
             self._fold.metrics.add("kvctl_spans_dropped_total", 1)
 
+    def _count(self, spans: int, sent: bool) -> None:
+        self._exported += spans
+        if not sent:
+            self._fold.metrics.add("kvctl_spans_dropped_total", spans)
+
     def _run(self) -> None:
         while (record := self._rooms.get()) is not None:
             self._export(record)
@@ -108,6 +119,12 @@ class RoomSpans:
         flags = trace.TraceFlags.SAMPLED
         if record.traceparent:
             trace_id, span_id, flags = (int(number, 16) for number in record.traceparent.split("-")[1:])
+        if not flags & trace.TraceFlags.SAMPLED:
+            return
+        children = phases(record, self._role)
+        if self._ended - self._exported + 1 + len(children) > _MOST_SPANS:  # OpenTelemetry would not count them
+            self._fold.metrics.add("kvctl_spans_dropped_total", 1 + len(children))
+            return
         context = None
         if self._role == "prefill" or record.traceparent:
             parent = trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=trace.TraceFlags(flags))
@@ -117,7 +134,7 @@ class RoomSpans:
         span = self._tracer.start_span(
             f"kv {self._role}", context, start_time=clock.wall_ns(record.opened_at), attributes=attributes(record)
         )
-        for name, begin, end in phases(record, self._role):
+        for name, begin, end in children:
             child = self._tracer.start_span(name, trace.set_span_in_context(span), start_time=clock.wall_ns(begin))
             child.end(clock.wall_ns(end))
         for event in record.events[:_EVENTS]:
@@ -129,6 +146,8 @@ class RoomSpans:
             span.set_status(trace.Status(trace.StatusCode.ERROR, text))
         elif record.state_now is RoomState.SUCCESS:
             span.set_status(trace.Status(trace.StatusCode.OK))
+        if span.is_recording():  # OpenTelemetry's own settings may turn spans off
+            self._ended += 1 + len(children)
         span.end(clock.wall_ns(record.finished_at or clock.now_ns()))
 
 
@@ -184,6 +203,28 @@ def trace_ids(room: int, nonce: int) -> tuple[int, int]:
     trace_id = hashlib.blake2b(str(room).encode(), digest_size=16).digest()
     span_id = hashlib.blake2b(f"{room}/{nonce}".encode(), digest_size=8).digest()
     return int.from_bytes(trace_id) or 1, int.from_bytes(span_id) or 1
+
+
+def _counting(exporter: SpanExporter, count: Callable[[int, bool], None]) -> Any:
+    """Returns an exporter that calls `count` with the size of each batch, and whether it was sent."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Counting(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            result = SpanExportResult.FAILURE
+            try:
+                result = exporter.export(spans)
+            finally:
+                count(len(spans), result is SpanExportResult.SUCCESS)
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+        def force_flush(self, timeout_millis: int = 30000) -> bool:
+            return exporter.force_flush(timeout_millis)
+
+    return Counting()
 
 
 def _ids() -> Any:

@@ -1,4 +1,4 @@
-"""Hands what hooks see in the threads of an engine to the tracker of the observed rank, in order."""
+"""Passes the events that hooks record in the threads of an engine to the tracker of the observed rank, in order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EventQueue:
         self._due_ns = self._publish_ns = 0
         self._tracker: EventTracker
         self._publisher: DocumentPublisher
-        self._failure = ""  # of the latest publication
+        self._failure = ""  # the latest one that was logged
 
     def open(self, tracker: EventTracker, publisher: DocumentPublisher) -> None:
         """Applies events from now on, at first those so far, and publishes documents in the turns."""
@@ -77,12 +77,15 @@ class EventQueue:
             self._tracker.telemetry.flush()  # also what a reader asks for
             self._publisher.turn()
         except Exception as error:  # an object of the engine is not as expected: its document is built in a minute
-            former, self._failure = self._failure, f"{type(error).__name__}: {error}"
-            if self._failure != former:
-                logger.error("kvctl: the state of %s's objects is not shown: %s", self._engine, self._failure)
+            self._log(f"the state of {self._engine}'s objects is not shown", error)
         finally:
             self._using.release()
         self._apply()
+
+    def _log(self, text: str, error: Exception) -> None:
+        former, self._failure = self._failure, f"{type(error).__name__}: {error}"
+        if self._failure != former:
+            logger.error("kvctl: %s: %s", text, self._failure)
 
     def _apply(self) -> None:
         events, using = self._events, self._using
@@ -99,5 +102,7 @@ class EventQueue:
                         telemetry.metrics.add("kvctl_internal_errors_total", 1)
                         telemetry.recorder.record("observe", f"an event was lost: {text}", "error")
                 tracker.telemetry.flush()
+            except Exception as error:  # the hook, and the next events, go on
+                self._log(f"events of {self._engine} are not shown", error)
             finally:
                 using.release()

@@ -88,6 +88,30 @@ def after_awaited(target: type, method: str, hook: Callable[..., None]) -> bool:
     return True
 
 
+def after_any(target: type, method: str, hook: Callable[..., None]) -> bool:
+    """Makes `target.method` call `hook` with the same arguments after it has returned or raised; as `before`."""
+    original = getattr(target, method, None)
+    if original is None:
+        return False
+    run: Callable[..., None] | None = hook
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal run
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if run is not None:
+                try:
+                    run(*args, **kwargs)
+                except Exception as error:
+                    run = None
+                    _log_removed(target, method, error)
+
+    setattr(target, method, hooked)
+    return True
+
+
 # These functions each have the guard written out: a call less for every hook.
 def _log_removed(target: type, method: str, error: Exception) -> None:
     logger.error("kvctl: hook on %s.%s removed: %s: %s", target.__name__, method, type(error).__name__, error)

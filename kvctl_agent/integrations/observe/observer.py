@@ -117,7 +117,7 @@ class Observer:
         except BaseException:
             self.region.close()
             raise
-        self._open_events()  # what is applied without a link would fill memory
+        self._open_events()  # not earlier: without a link nothing removes the records of events
 
     def close(self) -> None:
         """Removes the admin socket and the region."""

@@ -15,7 +15,7 @@ logger = logging.getLogger("vllm.kvctl")
 
 
 def load() -> None:
-    """Hooks vLLM's connectors if that is asked for; called by vLLM.
+    """Hooks vLLM's connectors in mode observe; called by vLLM.
 
     It never raises: a plugin that does not fit, or fails, leaves vLLM as it is and says so in one line of the log.
     """

@@ -194,6 +194,35 @@ def test_what_does_not_fit_the_queue_is_counted() -> None:
     spans.close()
 
 
+def ended(fold: Fold) -> FoldedRoom:
+    record = fold.rooms.open(1, 1)
+    for stage, at_ns in (("arrive", 250), ("arrive", 300), ("scatter", 330)):
+        record.event(stage, record.opened_at + at_ns)
+    return record
+
+
+def test_spans_that_the_collector_does_not_take_are_counted() -> None:
+    fold = fold_of("decode")
+    spans = RoomSpans(URL, "decode-0", "decode", fold, _Gone())
+    spans.start()
+    for _ in range(700):
+        spans.take(ended(fold))
+    spans.close()
+    assert fold.metrics.total("kvctl_spans_dropped_total") == 700 * 4
+
+
+def test_spans_for_which_a_slow_collector_leaves_no_space_are_counted() -> None:
+    fold, silent = fold_of("decode"), _Silent()
+    spans = RoomSpans(URL, "decode-0", "decode", fold, silent)
+    for _ in range(10240 // 4):
+        spans._export(ended(fold))
+    assert fold.metrics.total("kvctl_spans_dropped_total") == 0
+    spans._export(ended(fold))
+    assert fold.metrics.total("kvctl_spans_dropped_total") == 4
+    silent.answer.set()
+    spans.close()
+
+
 def test_what_is_no_url_is_refused() -> None:
     fold = fold_of("decode")
     with pytest.raises(ConfigError, match="otel_endpoint"):

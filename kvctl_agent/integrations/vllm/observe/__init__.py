@@ -1,1 +1,1 @@
-"""Observes vLLM's own KV connectors: which requests move, and what becomes of them."""
+"""Observes vLLM's own KV connectors: the requests that they transfer, and the outcome of each."""

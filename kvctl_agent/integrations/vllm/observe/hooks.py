@@ -1,7 +1,7 @@
 """Hooks on the classes of vLLM's NIXL connectors, scheduler half and worker half, and on NIXL's agent.
 
-They run on vLLM's threads (`integrations.observe.hooks`). What the scheduler half sees travels to the workers with the
-metadata of its step, as an attribute of plain values.
+They run on vLLM's threads (`integrations.observe.hooks`). The metadata of each step carries the events of the scheduler
+half to the workers, as an attribute of plain values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvctl_agent.integrations.observe.event_queue import EventQueue
-from kvctl_agent.integrations.observe.hooks import after, before
+from kvctl_agent.integrations.observe.hooks import after, after_any, before
 from kvctl_agent.integrations.vllm.observe.tracker import READ, WRITE, Posted, Server, Tracker
 
 WATCH = "_kvctl_watch"
@@ -24,6 +24,8 @@ _SEEN = "_kvctl_seen"
 """Attribute of a scheduler half with what it has seen since its last step, and of the metadata of a step."""
 _MOST_SEEN = 4096
 _MOST_POSTED = 65536
+_HOOKS = "_kvctl_hooks"
+"""Attribute of a hooked method with its hooks."""
 _HEARTBEAT = b"HB:"
 _REGISTRATION = b"PUSH_REG:"
 _SKEW_NS = 60_000_000_000
@@ -46,8 +48,8 @@ class Watch:
     Attributes:
         push: whether the prefill engine writes; otherwise the decode engine reads.
         begin: called with the metadata of each step until the observation has begun.
-        beginning: thread in which it begins, for a worker with both roles.
         turn: notes a step; None until the worker is observed.
+        stopped: whether the worker was shut down.
         posted: transfers in flight by the identity of NIXL's handle.
         planned: Mooncake's writes, with the request's share of the bytes, by the identity of vLLM's list of addresses.
         connecting: begin of the handshakes with Mooncake's prefill engines, by vLLM's id of the engine.
@@ -57,8 +59,8 @@ class Watch:
         self.worker = worker
         self.push = push
         self.begin: Callable[[Any], None] | None = begin
-        self.beginning: threading.Thread | None = None
         self.turn: Callable[[], None] | None = None
+        self.stopped = False
         self.events = EventQueue("vLLM")
         self.posted: dict[int, Posted] = {}
         self.planned: dict[int, list[tuple[Posted, float]]] = {}
@@ -197,7 +199,10 @@ def transfer_results(_: int, results: Any, worker: Any) -> None:
 def _handshake_begins(
     worker: Any, host: str, port: int, remote_tp_size: int, engine: str, *rest: Any, **named: Any
 ) -> None:
-    ranks = worker.transfer_topo.handshake_target_ranks(remote_tp_size)
+    try:
+        ranks = worker.transfer_topo.handshake_target_ranks(remote_tp_size)
+    except Exception:  # the engine refuses this peer, and says so itself
+        ranks = ()
     server = Server(host, int(port), _pp_size(rest, named))
     getattr(worker, WATCH).events.add(Tracker.connecting, now_ns(), engine, server, tuple(ranks))
 
@@ -232,12 +237,12 @@ def _log_failure(
     getattr(worker, WATCH).events.add(Tracker.reason, now_ns(), req_id, code, text, engine)
 
 
-def _posts(_: Any, *positional: Any, **named: Any) -> None:
+def _begin_posting(_: Any, *positional: Any, **named: Any) -> None:
     spec = positional[0] if positional else named["read_spec"]
     _posting.request = named["request_id"], named["dst_engine_id"], int(spec.remote_rank)
 
 
-def _posting_ended(_: int, __: Any, ___: Any, *____: Any, **_____: Any) -> None:
+def _end_posting(*_: Any, **__: Any) -> None:
     _posting.request = None
 
 
@@ -281,7 +286,7 @@ def _notifications(_: int, result: Any, agent: Any, *__: Any, **___: Any) -> Non
         for message in messages:
             try:
                 _notification(watch, str(sender), message)
-            except (ValueError, KeyError, TypeError, msgspec.MsgspecError):
+            except Exception:  # a peer wrote it: any value may have any type
                 watch.events.add(Tracker.unreadable, now_ns(), str(sender))
 
 
@@ -322,8 +327,8 @@ WORKER: Hooks = (
     (after, "_nixl_handshake", _handshake_ended),
     (before, "_log_failure", _log_failure),
 )
-PULL: Hooks = ((before, "_read_blocks", _posts), (after, "_read_blocks", _posting_ended))
-PUSH: Hooks = ((before, "_xfer_blocks", _posts), (after, "_xfer_blocks", _posting_ended))
+PULL: Hooks = ((before, "_read_blocks", _begin_posting), (after_any, "_read_blocks", _end_posting))
+PUSH: Hooks = ((before, "_xfer_blocks", _begin_posting), (after_any, "_xfer_blocks", _end_posting))
 AGENT: Hooks = (
     (after, "make_prepped_xfer", _prepared),
     (after, "transfer", _transfer),
@@ -334,8 +339,14 @@ AGENT: Hooks = (
 
 
 def put(target: type, hooks: Hooks) -> list[str]:
-    """Puts hooks on a class, once; returns the methods that it does not have."""
-    if "_kvctl_observed" in vars(target):
-        return []
-    target._kvctl_observed = True  # type: ignore[attr-defined]
-    return [f"{target.__name__}.{method}" for place, method, hook in hooks if not place(target, method, hook)]
+    """Puts hooks on a class, none twice on a method that it inherits; returns the methods that it does not have."""
+    missing = []
+    for place, method, hook in hooks:
+        present = getattr(getattr(target, method, None), _HOOKS, ())
+        if hook in present:
+            continue
+        if place(target, method, hook):
+            setattr(getattr(target, method), _HOOKS, (*present, hook))
+        else:
+            missing.append(f"{target.__name__}.{method}")
+    return missing

@@ -75,9 +75,7 @@ def observe(connector: Any) -> None:
         missing += hooks.put(type(scheduler), hooks.SCHEDULER if nixl else mooncake.SCHEDULER)
     if worker is not None:
         setattr(worker, WATCH, Watch(worker, push, partial(_begin_by_request, worker)))
-        if "_kvctl_observed" not in vars(type(worker)):
-            after(type(worker), "register_kv_caches", _registered)
-            before(type(worker), "shutdown", _stop)
+        missing += hooks.put(type(worker), ((after, "register_kv_caches", _registered), (before, "shutdown", _stop)))
         if nixl:
             agent = worker.nixl_wrapper
             setattr(agent, WATCH, getattr(worker, WATCH))
@@ -106,8 +104,7 @@ def _begin_by_request(worker: Any, metadata: Any) -> None:
     if role is not None:
         watch: Watch = getattr(worker, WATCH)
         watch.begin = None
-        watch.beginning = threading.Thread(target=_begin, args=(worker, role), name="kvctl-begin", daemon=True)
-        watch.beginning.start()
+        threading.Thread(target=_begin, args=(worker, role), name="kvctl-begin", daemon=True).start()
 
 
 def _begin(worker: Any, role: Role) -> None:
@@ -116,16 +113,21 @@ def _begin(worker: Any, role: Role) -> None:
     try:
         observer = _observer_of(watch, role)
         observer.start()
-        worker._kvctl_observer = observer
         watch.turn = observer.turn
+        worker._kvctl_observer = observer
+        if watch.stopped:  # while the observer started
+            _stop(worker)
+            return
         logger.info("kvctl: %s is observed; look at it with: kvctl status", observer.name)
     except Exception as error:
         logger.error("kvctl: this worker is not observed: %s: %s", type(error).__name__, error)
 
 
 def _stop(worker: Any) -> None:
+    watch: Watch = getattr(worker, WATCH)
+    watch.stopped, watch.begin = True, None
     if (observer := vars(worker).pop("_kvctl_observer", None)) is not None:
-        getattr(worker, WATCH).turn = None
+        watch.turn = None
         observer.close()
 
 

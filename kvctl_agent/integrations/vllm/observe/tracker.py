@@ -22,7 +22,7 @@ from kvctl_agent import rank_name, room_number
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
-from kvctl_agent.integrations.observe.documents import RankNames
+from kvctl_agent.integrations.observe.documents import RankNames, put_bounded
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.records import Severity
 from kvctl_agent.telemetry.room_records import RoomRecord, RoomValues
@@ -235,9 +235,7 @@ class Tracker:
         if request is not None:
             self._claim(at_ns, request, name)
             return
-        while len(self._registered) >= _MOST_REGISTERED:
-            del self._registered[next(iter(self._registered))]
-        self._registered[number] = at_ns, name
+        put_bounded(self._registered, number, (at_ns, name), _MOST_REGISTERED)
 
     def claimed(self, at_ns: int, request: str, agent: str) -> None:
         """Pull: a decode worker, of which the name of its NIXL agent is known, keeps the request's lease alive."""
@@ -297,7 +295,7 @@ class Tracker:
 
     def allocated(self, at_ns: int, request: str, blocks: int, cached: int, engine: str, server: Server) -> None:
         """The request has blocks for what prefill computed; `cached` blocks of the prompt were here."""
-        self._engines[engine] = server
+        put_bounded(self._engines, engine, server, _MOST_PEERS)
         room = self.rooms.get(request)
         if room is None:
             return
@@ -314,7 +312,7 @@ class Tracker:
 
     def connecting(self, at_ns: int, engine: str, server: Server, ranks: Sequence[int]) -> None:
         """A handshake with an engine begins."""
-        self._engines[engine] = server
+        put_bounded(self._engines, engine, server, _MOST_PEERS)
         for rank in ranks:
             peer = self._peer(self._name(server, rank), f"tcp://{server.host}:{server.port}")
             if peer.state != "connecting":
@@ -407,9 +405,8 @@ class Tracker:
     def _peer(self, name: str, endpoint: str) -> Peer:
         peer = self.peers.get(name)
         if peer is None:
-            while len(self.peers) >= _MOST_PEERS:
-                del self.peers[next(iter(self.peers))]
-            peer = self.peers[name] = Peer(endpoint, "")
+            peer = Peer(endpoint, "")
+            put_bounded(self.peers, name, peer, _MOST_PEERS)
         return peer
 
     def _heard(self, name: str, at_ns: int) -> None:

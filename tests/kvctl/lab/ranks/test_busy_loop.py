@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -76,7 +77,10 @@ def test_a_turn_of_launches_is_a_burst() -> None:
 
 @pytest.mark.parametrize("kind", ENGINE_KINDS[1:])
 def test_another_thread_runs_during_a_turn_whose_calls_release_the_interpreter(kind: str) -> None:
-    """With a switch interval of an hour a thread runs only while the engine's thread releases the interpreter."""
+    """With a switch interval of an hour a thread runs only while the engine's thread releases the interpreter.
+
+    The receive call of `spin` releases it for a microsecond, in which the other thread may not wake: here it waits.
+    """
     go, ran = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -87,6 +91,9 @@ def test_another_thread_runs_during_a_turn_whose_calls_release_the_interpreter(k
     thread = threading.Thread(target=run)
     thread.start()  # which lets it run until it waits
     with closing(BusyLoop(kind)) as loop:
+        socket = cast(Any, loop)._socket
+        socket.rcvtimeo = 20
+        cast(Any, loop)._socket = SimpleNamespace(recv=lambda _: socket.recv())  # it waits, without the interpreter
         sys.setswitchinterval(3600)
         try:
             end = time.monotonic() + 60

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.integrations.observe.hooks import after, before
+from kvctl_agent.integrations.observe.hooks import after, after_any, before
 
 
 class Target:
@@ -53,6 +53,25 @@ def test_what_the_hooked_method_raises_is_raised() -> None:
     with pytest.raises(TypeError):
         own().act("text", more=1)
     assert seen == []
+
+
+def test_a_hook_after_any_end_runs_whether_the_method_returns_or_raises(caplog: pytest.LogCaptureFixture) -> None:
+    own, calls = subclass(), []
+
+    def ends(*args: Any, **kwargs: Any) -> None:
+        calls.append((args[1:], kwargs))
+        if len(calls) == 2:
+            raise RuntimeError("no")
+
+    assert after_any(own, "act", ends)
+    target = own()
+    assert target.act(1, more=2) == 3
+    with caplog.at_level(logging.ERROR, "kvctl"), pytest.raises(TypeError):
+        target.act("text", more=1)
+    assert target.act(1) == 1
+    assert calls == [((1,), {"more": 2}), (("text",), {"more": 1})]
+    assert [record.getMessage() for record in caplog.records] == ["kvctl: hook on Own.act removed: RuntimeError: no"]
+    assert not after_any(own, "unknown", ends)
 
 
 def test_a_class_without_the_method_stays_as_it_is() -> None:

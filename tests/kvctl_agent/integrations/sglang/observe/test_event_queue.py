@@ -71,6 +71,24 @@ def test_an_event_that_cannot_be_applied_costs_itself_alone(room: Any) -> None:
     assert "an event was lost: TypeError" in folded(seen.telemetry).recorder.since(None, 9)["events"][-1]["text"]
 
 
+def test_telemetry_that_cannot_be_written_is_logged_once_and_reaches_no_hook(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> None:
+        raise ValueError("closed")
+
+    queue = EventQueue()
+    seen = opened(queue)
+    with caplog.at_level(logging.ERROR, "kvctl"), monkeypatch.context() as patched:
+        patched.setattr(seen.telemetry, "flush", fails)
+        for _ in range(3):
+            queue.add(Tracker.status_changed, time.monotonic_ns() + 60_000 * MS, 7, WAITING)
+    expected = "kvctl: events of SGLang are not shown: ValueError: closed"
+    assert [record.getMessage() for record in caplog.records] == [expected]
+    queue.publish()
+    assert row(seen)["state"] == "WaitingForInput"
+
+
 @pytest.mark.parametrize("room", [2**70, "7\udcff"], ids=["large", "surrogate"])
 def test_a_number_that_no_room_can_have_costs_its_records_alone(room: Any) -> None:
     queue = EventQueue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvctl_agent.integrations.vllm.observe import hooks, observer
 from kvctl_agent.integrations.vllm.observe.tracker import Shape, Tracker
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.folded import folded
+from tests.support.polling import until
 from tests.support.vllm import nixl_connector as stand_ins
 from tests.support.vllm.nixl_connector import Metadata, to_receive
 
@@ -188,6 +190,47 @@ def test_a_handshake_that_fails(engine: Callable[..., Engine]) -> None:
     assert decode.counted("kvctl_recomputed_prompts_total", "load-failed") == 1
 
 
+def test_a_peer_that_vllm_refuses_costs_the_hook_of_no_other_peer(engine: Callable[..., Engine]) -> None:
+    decode = engine("Pull", "decode")
+    ranks = decode.worker.transfer_topo.handshake_target_ranks
+
+    def ranks_of(tp_size: int) -> Any:
+        if tp_size == 3:
+            raise AssertionError("3 is not a multiple of 2")
+        return ranks(tp_size)
+
+    decode.worker.transfer_topo.handshake_target_ranks = ranks_of
+    read(decode)
+    decode.worker._nixl_handshake("10.0.0.9", 5600, 3, "another")
+    decode.worker.answers = Again()
+    with pytest.raises(Again):
+        decode.worker._nixl_handshake("10.0.0.1", 5600, 1, "prefill")
+    assert decode.room()["peers"] == ["prefill-tp0@10.0.0.1:5600"]
+
+
+def test_a_transfer_that_could_not_be_posted_is_not_that_of_the_next_handle(engine: Callable[..., Engine]) -> None:
+    decode = engine("Pull", "decode")
+    read(decode)
+    decode.worker._post = None
+    with pytest.raises(TypeError):
+        post(decode.worker)
+    decode.agent.transfer(decode.agent.make_prepped_xfer("READ", 1, [0], 2, [0]))
+    assert not decode.watch.posted
+    assert decode.room()["state"] == "Bootstrapping"
+
+
+def test_a_method_that_a_class_inherits_reports_once(engine: Callable[..., Engine]) -> None:
+    prefill = engine("Pull", "prefill")
+    prefill.scheduler.__class__ = own(type(prefill.scheduler))
+    observer.observe(SimpleNamespace(connector_scheduler=prefill.scheduler, connector_worker=None))
+    asked = request("p-1", do_remote_decode=True)
+    prefill.scheduler.on_new_request(asked)
+    prefill.scheduler.request_finished(asked, ([1, 2, 3],))
+    prefill.step()
+    (room,) = folded(prefill.tracker.telemetry).rooms.detail(int(prefill.room()["room"]))
+    assert [event["stage"] for event in room["timeline"]] == ["finish"]
+
+
 def test_a_prompt_without_parameters_and_one_that_is_cached(engine: Callable[..., Engine]) -> None:
     decode = engine("Pull", "decode")
     decode.scheduler.on_new_request(request("d-0"))
@@ -244,8 +287,11 @@ def test_ids_without_their_random_end(name: str, expected: str) -> None:
     assert hooks.base_id(name) == expected
 
 
+INTEGER_ID = b"PUSH_REG:" + msgspec.msgpack.encode({"request_id": 7, "decode_host": "10.0.0.2", "decode_port": 5601})
+
+
 @pytest.mark.parametrize(
-    "message", [b"PUSH_REG:\xc1", b"PUSH_REG:\x01", b"PUSH_REG:\x80", b"HB:\xff", b"p-1:many", b""]
+    "message", [b"PUSH_REG:\xc1", b"PUSH_REG:\x01", b"PUSH_REG:\x80", INTEGER_ID, b"HB:\xff", b"p-1:many", b""]
 )
 def test_a_message_that_cannot_be_read_is_noted_and_costs_itself_alone(
     engine: Callable[..., Engine], message: bytes
@@ -329,10 +375,44 @@ def test_a_worker_with_both_roles_has_that_of_its_first_request(envs: Path, fiel
     worker.start_load_kv(Metadata())
     assert not hasattr(worker, "_kvctl_observer")
     worker.start_load_kv(Metadata(**fields))
-    watch = getattr(worker, hooks.WATCH)
-    watch.beginning.join(60)
-    assert worker._kvctl_observer.name == f"{role}-tp0@10.0.0.2:5601"
+    serving = until(lambda: getattr(worker, "_kvctl_observer", None), "an observer")
+    assert serving.name == f"{role}-tp0@10.0.0.2:5601"
     worker.shutdown()
+    ended()
+
+
+def ended() -> None:
+    """Waits for the threads in which observations begin."""
+    for thread in threading.enumerate():
+        if thread.name == "kvctl-begin":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_worker_that_is_shut_down_while_its_observer_starts_is_not_served(
+    envs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting, go_on, made = threading.Event(), threading.Event(), []
+    start = observer.Observer.start
+
+    def slow(self: Any) -> None:
+        made.append(self)
+        start(self)
+        starting.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(observer.Observer, "start", slow)
+    worker = connector("Pull", "kv_both")
+    worker.start_load_kv(Metadata(reqs_in_batch={"p-1"}))
+    assert starting.wait(60)
+    socket = Path(made[0].region.header.directory) / f"{made[0].name}.sock"
+    until(socket.exists, "the admin socket")
+    worker.shutdown()
+    go_on.set()
+    ended()
+    assert not hasattr(worker, "_kvctl_observer")
+    assert getattr(worker, hooks.WATCH).turn is None
+    assert not socket.exists()
 
 
 def test_a_worker_that_cannot_be_observed_works(envs: Path, caplog: pytest.LogCaptureFixture) -> None:

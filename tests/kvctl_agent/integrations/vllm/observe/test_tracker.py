@@ -65,6 +65,15 @@ READ = (
 
 
 class TestDecode:
+    def test_engines_that_start_again_do_not_fill_memory(self) -> None:
+        seen = tracker("decode")
+        for number in range(5000):
+            server = PREFILL._replace(port=number)
+            apply(seen, (Tracker.connecting, 1 * MS, f"engine-{number}", server, (0,)))
+            apply(seen, (Tracker.allocated, 1 * MS, "d-1", 4, 0, f"engine-{number}", server))
+        assert len(seen._engines) == len(seen.peers) == 4096
+        assert seen._engines["engine-4999"].port == 4999
+
     def test_a_room_from_its_arrival_to_success(self) -> None:
         seen = tracker("decode")
         apply(seen, *READ[:3])
