@@ -243,6 +243,13 @@ def endpoint_of(text: str) -> Endpoint:
     return Endpoint(path.name.removesuffix(SOCKET_SUFFIX), path, named=True)
 
 
+def public(url: str) -> str:
+    """Returns a URL without user, password, query and fragment, which may be secrets."""
+    before, separator, rest = url.partition("://")
+    place, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
+    return f"{before}{separator}{place.rpartition('@')[2]}{slash}{path}"
+
+
 def _metrics_of(text: str) -> Endpoint:
     """Returns the endpoint of an engine's metrics; without a path that is /metrics."""
     try:
@@ -252,7 +259,10 @@ def _metrics_of(text: str) -> Endpoint:
         port, url = None, urlsplit("")
     known_port = port or url.scheme != "metrics"
     if not url.hostname or not known_port or "@" in url.netloc or url.fragment or not _URL.fullmatch(text):
-        text = f"{shown(text)}: write {METRICS}host:port, or the URL of the metrics, as in http://host:port/metrics"
+        text = (
+            f"{shown(public(text))}: write {METRICS}host:port, or the URL of the metrics, as in "
+            "http://host:port/metrics, without user and password"
+        )
         raise CliError(text, ExitCode.USAGE)
     scheme = "http" if url.scheme == "metrics" else url.scheme
     path = "/metrics" if url.path in {"", "/"} else url.path

@@ -305,8 +305,9 @@ class Fleet:
             from kvctl.client.metrics.reader import MetricsReader  # imports a parser, which agents do not need
 
             self._metrics = MetricsReader()
-        read = iter(self._metrics.ask([request for request in requests if request[0].metrics], timeout_ns))
-        answered = iter(self._fanout.ask(agents, timeout_ns))
+        with self._metrics.asking([request for request in requests if request[0].metrics], timeout_ns) as replies:
+            answered = iter(self._fanout.ask(agents, timeout_ns))
+            read = iter(replies())
         return [next(read) if endpoint.metrics else next(answered) for endpoint, _ in requests]
 
     def _refine_clocks(self, agents: Sequence[AgentAnswer]) -> None:

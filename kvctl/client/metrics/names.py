@@ -13,6 +13,11 @@ from typing import Any, NamedTuple
 Families = Mapping[str, Mapping[str, Any]]
 """Rows of an answer to `metrics`, by name."""
 
+SOURCES, EXTERNAL = "vllm:prompt_tokens_by_source_total", "external_kv_transfer"
+"""Counter of vLLM: prompt tokens by source; the source that is no computation and no cache of the server."""
+
+_LARGEST = 1e18
+
 ALIVE = "process_start_time_seconds"
 """Gauge of a process of Python's and other clients: when it began."""
 
@@ -38,7 +43,6 @@ class Signal:
         noun: what it counts, in the plural, for findings.
         labels: labels of the samples that count, each with the values that do.
         state: of a queue, the state of a room that corresponds; "" for a queue that contains the others.
-        fresh: of a gauge, whether it is that of the moment, also while the engine does nothing.
     """
 
     metric: str
@@ -46,7 +50,6 @@ class Signal:
     noun: str
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     state: str = ""
-    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,6 @@ class Engine:
     Attributes:
         prefix: text that begins their names.
         release: release whose names these are.
-        old_s: age (s) of its gauges at most, while it does nothing, of those that are not fresh.
         role_labels: labels of its metrics, one of which may have the role as its value.
         finished_or_failed: whether it counts failed requests as finished, too.
     """
@@ -83,7 +85,6 @@ class Engine:
     release: str
     signals: tuple[Signal, ...]
     transfers: Transfers | None = None
-    old_s: float = 1.0
     role_labels: tuple[str, ...] = ()
     finished_or_failed: bool = False
 
@@ -101,7 +102,6 @@ ENGINES: tuple[Engine, ...] = (
                 Use.QUEUE,
                 "requests that clients wait for",
                 {"endpoint": ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")},
-                fresh=True,
             ),
             Signal("sglang:num_queue_reqs", Use.QUEUE, "requests that wait for a forward", state=_WAITING),
             Signal(
@@ -141,8 +141,6 @@ ENGINES: tuple[Engine, ...] = (
             ),
         ),
         Transfers(("sglang:kv_transfer_total_mb",), 1 << 20, "sglang:kv_transfer_latency_ms", 1_000_000),
-        # An idle scheduler publishes its gauges every 30 s.
-        old_s=31.0,
         role_labels=("engine_type",),
         finished_or_failed=True,
     ),
@@ -245,7 +243,14 @@ def total(families: Families, signal: Signal) -> float | None:
         if sample["value"] is not None
         and all(sample["labels"].get(name) in wanted for name, wanted in signal.labels.items())
     ]
-    return sum(values) if values else None
+    return min(sum(values), _LARGEST) if values else None
+
+
+def reads_prefill(families: Families) -> bool:
+    """Returns whether an endpoint is vLLM with KV from prefill servers, by NIXL, and not from a cache such as LMCache."""
+    sources = families.get(SOURCES, {}).get("samples", ())
+    external = any(each["labels"].get("source") == EXTERNAL and each["value"] for each in sources)
+    return external and any(name.startswith("vllm:nixl_") for name in families)
 
 
 def totals(engine: Engine, families: Families, use: Use) -> Iterator[tuple[Signal, float]]:
@@ -279,7 +284,7 @@ def moved(engine: Engine, families: Families) -> Moved | None:
         return None
     counts = [_sum(families, name) for name in wanted.counts] or [_sum(families, wanted.time, "count")]
     nbytes = sum(_sum(families, name) or 0 for name in wanted.moved) * wanted.moved_bytes
-    return Moved(nbytes, time * wanted.time_ns, sum(count or 0 for count in counts))
+    return Moved(*(min(each, _LARGEST) for each in (nbytes, time * wanted.time_ns, sum(each or 0 for each in counts))))
 
 
 def _sum(families: Families, name: str, of_histogram: str = "sum") -> float | None:

@@ -5,19 +5,22 @@ What an engine does not export is None or empty. Other commands have no answer.
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint
+from kvctl.client.endpoints import Endpoint, public
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
-from kvctl.client.metrics.names import ALIVE, Families, Moved, Use, exported, moved, totals
+from kvctl.client.metrics.names import ALIVE, Families, Moved, Use, exported, moved, reads_prefill, totals
 from kvctl.client.metrics.scrape import ScrapeError, scrape
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
 from kvctl_agent.contract.snapshots import LatencySummary, Status
+from kvctl_agent.contract.values import shown
 
 MODE = "metrics"
 """Mode of the integration in the answers to `status`."""
@@ -25,7 +28,6 @@ MODE = "metrics"
 _AT_ONCE = 32
 _LARGEST = (1 << 63) - 1  # of JSON
 _ROLES = ("prefill", "decode")
-_EXTERNAL = "vllm:prompt_tokens_by_source_total"
 _NO_FACTS: dict[str, Any] = dict.fromkeys(Status.__annotations__)
 
 
@@ -35,34 +37,42 @@ class MetricsReader:
     def __init__(self) -> None:
         self._before: dict[Endpoint, Moved] = {}
 
-    def ask(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> list[Reply]:
-        """Gets the metrics of each endpoint once, and returns one reply per request, in their order.
+    @contextmanager
+    def asking(self, requests: Sequence[tuple[Endpoint, Call]], timeout_ns: int) -> Iterator[Callable[[], list[Reply]]]:
+        """Gets the metrics of each endpoint once, in other threads, while the body of the context runs.
+
+        Yields a function that waits for them, and returns one reply per request, in their order.
 
         Args:
             requests: requests to endpoints with `Endpoint.metrics`.
             timeout_ns: longest time to wait for the metrics of one endpoint.
         """
-        endpoints = list({endpoint: None for endpoint, _ in requests})
-        if not endpoints:
-            return []
-        with ThreadPoolExecutor(min(_AT_ONCE, len(endpoints)), "kvctl-metrics") as pool:
-            read = dict(zip(endpoints, pool.map(lambda each: self._read(each, timeout_ns), endpoints), strict=True))
-        return [self._reply(endpoint, call, *read[endpoint]) for endpoint, call in requests]
+        pool = ThreadPoolExecutor(_AT_ONCE, "kvctl-metrics")
+        try:
+            endpoints = {endpoint: None for endpoint, _ in requests}
+            reads = {endpoint: pool.submit(self._read, endpoint, timeout_ns) for endpoint in endpoints}
+            yield lambda: [self._reply(endpoint, call, *reads[endpoint].result()) for endpoint, call in requests]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _read(self, endpoint: Endpoint, timeout_ns: int) -> tuple[Mapping[str, Any] | Fault, int, int]:
         """Returns the answers of an endpoint by command, or its fault; the time of the request, and its duration."""
         sent_at_ns, begun_ns = time.time_ns(), time.monotonic_ns()
+        answers: dict[str, Any] | Fault
         try:
-            rows = scrape(endpoint.remote, begun_ns + timeout_ns)
+            answers = self._answers(endpoint, scrape(endpoint.remote, begun_ns + timeout_ns))
         except ScrapeError as error:
             text = str(error)
             if error.code is FaultCode.TIMEOUT:
                 text = (
                     f"no answer within {timeout_ns / 1e9:g} s: the server is busy, stopped, hung or cut off; "
-                    f"`curl -m 10 {endpoint.remote}` waits longer"
+                    f"`curl -m 10 {shlex.quote(public(endpoint.remote))}` waits longer"
                 )
-            return Fault(endpoint.name, error.code, text), sent_at_ns, time.monotonic_ns() - begun_ns
-        return self._answers(endpoint, rows), sent_at_ns, time.monotonic_ns() - begun_ns
+            answers = Fault(endpoint.name, error.code, text)
+        except Exception as error:  # noqa: BLE001 - one server's answer must not end the command for all
+            text = f"its answer cannot be read: {type(error).__name__}: {shown(str(error))}"
+            answers = Fault(endpoint.name, FaultCode.PROTOCOL, text)
+        return answers, sent_at_ns, time.monotonic_ns() - begun_ns
 
     @staticmethod
     def _reply(
@@ -82,6 +92,8 @@ class MetricsReader:
         families = {row["name"]: row for row in rows}
         now_ns = time.time_ns()
         started_s = _value(families, ALIVE)
+        if started_s is not None and not 0 <= started_s * 1e9 <= now_ns:
+            started_s = None
         worker = {
             "name": endpoint.name,
             "role": _role(families),
@@ -90,7 +102,7 @@ class MetricsReader:
             "version": "",
             # A process that starts again begins to count anew.
             "incarnation": "" if started_s is None else f"{started_s:.2f}",
-            "uptime_ns": None if started_s is None else max(0, now_ns - round(started_s * 1e9)),
+            "uptime_ns": None if started_s is None else now_ns - int(started_s * 1e9),
             "ended_age_ns": None,
             "observer": MODE,
         }
@@ -111,10 +123,10 @@ class MetricsReader:
         for engine in engines:
             for signal, value in totals(engine, families, Use.QUEUE):
                 if signal.state:
-                    rooms[signal.state] = rooms.get(signal.state, 0) + round(value)
+                    rooms[signal.state] = _whole(rooms.get(signal.state, 0) + value)
             for use, result in ((Use.FINISHED, "Success"), (Use.FAILED, "Failed")):
                 for _, value in totals(engine, families, use):
-                    finished[result] = finished.get(result, 0) + round(value)
+                    finished[result] = _whole(finished.get(result, 0) + value)
             if engine.finished_or_failed and "Success" in finished:
                 finished["Success"] = max(0, finished["Success"] - finished.get("Failed", 0))
         transfers = next((found for engine in engines if (found := moved(engine, families))), None)
@@ -129,13 +141,13 @@ class MetricsReader:
             "rooms": rooms,
             "rooms_finished_total": finished,
             "rooms_finished_5m": {},
-            "bytes_total": 0 if transfers is None else min(round(transfers.nbytes), _LARGEST),
+            "bytes_total": 0 if transfers is None else _whole(transfers.nbytes),
             "rate": self._rate(endpoint, transfers),
             "latency": _latency(families, [engine.transfers for engine in engines if engine.transfers]),
             "peers": {},
             "pool": {},
             "dtypes": {},
-            "metrics_url": endpoint.remote,
+            "metrics_url": public(endpoint.remote),
             "accepting": True,
             "draining": False,
             "process": {},
@@ -152,22 +164,24 @@ class MetricsReader:
         return {"window_ns": None, "bytes": None, "gb_per_s": rate, "rooms_per_s": None}
 
 
+def _whole(value: float) -> int:
+    return max(0, min(round(value), _LARGEST))
+
+
 def _value(families: Families, name: str) -> float | None:
     samples = families[name]["samples"] if name in families else ()
     return next((float(sample["value"]) for sample in samples if sample["value"] is not None), None)
 
 
 def _role(families: Families) -> str:
-    """Returns the role that labels tell, or of vLLM that external KV tells; "" if it is unknown."""
+    """Returns the role that labels tell, or of vLLM that KV from prefill tells; "" if it is unknown."""
     for engine in exported(families):
         for family in families.values():
             for sample in family["samples"] if family["name"].startswith(engine.prefix) else ():
                 for label in engine.role_labels:
                     if sample["labels"].get(label) in _ROLES:
                         return str(sample["labels"][label])
-    samples = families[_EXTERNAL]["samples"] if _EXTERNAL in families else ()
-    external = sum(each["value"] or 0 for each in samples if each["labels"].get("source") == "external_kv_transfer")
-    return "decode" if external else ""
+    return "decode" if reads_prefill(families) else ""
 
 
 def _latency(families: Families, transfers: Sequence[Any]) -> LatencySummary:
@@ -179,7 +193,7 @@ def _latency(families: Families, transfers: Sequence[Any]) -> LatencySummary:
             for bound, count in sample.get("buckets", ()):
                 bound = float("inf") if bound is None else bound
                 buckets[bound] = buckets.get(bound, 0.0) + count
-        count = round(max(buckets.values(), default=0))
+        count = _whole(max(buckets.values(), default=0))
         if count:
             ordered = sorted(buckets.items())
             p50, p90, p99 = (_quantile(ordered, share * count, each.time_ns) for share in (0.5, 0.9, 0.99))
@@ -193,6 +207,6 @@ def _quantile(buckets: Sequence[tuple[float, float]], rank: float, unit_ns: int)
     for bound, count in buckets:
         if count >= rank:
             inside = (rank - below) / (count - below)
-            return None if bound == float("inf") else round((lower + (bound - lower) * inside) * unit_ns)
+            return None if bound == float("inf") else _whole((lower + (bound - lower) * inside) * unit_ns)
         below, lower = count, bound
     return None

@@ -1,18 +1,20 @@
 """Gets an engine's metrics over HTTP and parses them, with a limit on time, size and redirects.
 
-The request and the answer are read here byte by byte, because the time limits of `http.client` are those of single
-reads: a server that sends slowly would hold its caller.
+`http.client` reads the answer from a socket whose every read has what is left of the time: with its own time limits,
+those of single reads, a server that sends slowly would hold its caller. Of the text only the lines about engines are
+parsed, none of which is long, because the parser takes time in the square of their length.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import re
 import socket
 import ssl
 import time
 from collections.abc import Iterator
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import IO, Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -27,6 +29,8 @@ from kvctl_agent.host import resolver
 MAX_BYTES = 16 << 20
 """Largest answer; a server of eight ranks has half a megabyte."""
 
+_LINE_CHARACTERS = 1 << 14
+_MOST_LINES = 50_000
 _LARGEST = 1e15
 _PIECE_BYTES = 1 << 16
 _RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
@@ -34,6 +38,9 @@ _LOOK_UP_S = 0.005
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
 _PREFIXES = (ALIVE, *(engine.prefix for engine in ENGINES))
+_OURS = re.compile(rf"(?:# *(?:HELP|TYPE) +)?(?:{'|'.join(map(re.escape, _PREFIXES))})")
+_ANY_METRIC = re.compile(r"#|[a-zA-Z_:][a-zA-Z0-9_:]*[ {]")
+_TARGET = re.compile(r"[!-~]*")
 
 
 class ScrapeError(Exception):
@@ -59,9 +66,17 @@ def scrape(url: str, deadline_ns: int) -> list[dict[str, Any]]:
 
 def parse(body: bytes) -> list[dict[str, Any]]:
     """Returns the metrics of engines in a text in Prometheus's format, as `scrape` does; its errors are those, too."""
+    lines = body.decode("utf-8", "replace").split("\n")
+    ours = [line for line in lines if _OURS.match(line)]
+    if len(ours) > _MOST_LINES or any(len(line) > _LINE_CHARACTERS for line in ours):
+        text = (
+            f"its answer has more than {_MOST_LINES} lines of metrics, or one of {_LINE_CHARACTERS >> 10} Ki characters"
+        )
+        raise ScrapeError(FaultCode.PROTOCOL, text)
     try:
-        found = text_string_to_metric_families(body.decode("utf-8", "replace"))
-        rows = [_row(family) for family in found if family.name.startswith(_PREFIXES)]
+        if not any(_ANY_METRIC.match(line) for line in lines):
+            raise ValueError(lines[0][:80])
+        rows = [_row(family) for family in text_string_to_metric_families("\n".join(ours))]
     except (ValueError, KeyError, IndexError) as error:
         text = f"its answer has no metrics in Prometheus's text format: {shown(str(error))}"
         raise ScrapeError(FaultCode.PROTOCOL, text) from None
@@ -75,10 +90,7 @@ def parse(body: bytes) -> list[dict[str, Any]]:
 def _get(url: SplitResult, deadline_ns: int, *, redirected: bool) -> bytes:
     """Returns the body of the answer to GET; follows one redirect within the server."""
     try:
-        answer = _exchange(url, deadline_ns)
-        response = HTTPResponse(_Received(answer))  # type: ignore[arg-type]
-        response.begin()
-        body = response.read()
+        response, body = _exchange(url, deadline_ns)
     except TimeoutError:
         raise ScrapeError(FaultCode.TIMEOUT, "no answer in time") from None
     except ssl.SSLError as error:
@@ -90,9 +102,14 @@ def _get(url: SplitResult, deadline_ns: int, *, redirected: bool) -> bytes:
         text = f"cannot connect: {error.strerror or error}; is the server running, with this host and port?"
         raise ScrapeError(FaultCode.UNREACHABLE, text) from None
     if response.status in _REDIRECTS:
-        target = urlsplit(urljoin(url.geturl(), response.getheader("Location") or ""))
-        if redirected or target[:2] != url[:2]:
-            text = f"redirects to {shown(target.geturl())}, which is not followed; give that URL if it is the server's"
+        location = response.getheader("Location") or ""
+        try:
+            target = urlsplit(urljoin(url.geturl(), location))
+        except ValueError:
+            target = urlsplit("")
+        if redirected or target[:2] != url[:2] or not _TARGET.fullmatch(location):
+            where = shown(target._replace(query="").geturl() or location)
+            text = f"redirects to {where}, which is not followed; give that URL if it is the server's"
             raise ScrapeError(FaultCode.PROTOCOL, text)
         return _get(target, deadline_ns, redirected=True)
     if response.status == 404:
@@ -105,24 +122,21 @@ def _get(url: SplitResult, deadline_ns: int, *, redirected: bool) -> bytes:
     return body
 
 
-def _exchange(url: SplitResult, deadline_ns: int) -> bytes:
-    """Sends the request and returns all bytes of the answer; raises OSError, or TimeoutError at the deadline."""
+def _exchange(url: SplitResult, deadline_ns: int) -> tuple[HTTPResponse, bytes]:
+    """Sends the request and returns the answer; raises OSError, HTTPException, or TimeoutError at the deadline."""
     path = f"{url.path}?{url.query}" if url.query else url.path
     request = f"GET {path} HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\nAccept-Encoding: identity\r\n\r\n"
     with _connect(url, deadline_ns) as connection:
         connection.settimeout(_left_s(deadline_ns))
         connection.sendall(request.encode())
+        response = HTTPResponse(_Timed(connection, deadline_ns))  # type: ignore[arg-type]
+        response.begin()
         pieces: list[bytes] = []
-        nbytes = 0
-        while True:
-            connection.settimeout(_left_s(deadline_ns))
-            piece = connection.recv(_PIECE_BYTES)
-            if not piece:
-                return b"".join(pieces)
+        while piece := response.read(_PIECE_BYTES):  # all at once, it allocates any Content-Length
             pieces.append(piece)
-            nbytes += len(piece)
-            if nbytes > MAX_BYTES:
-                raise ScrapeError(FaultCode.PROTOCOL, f"its answer has more than {MAX_BYTES >> 20} MiB")
+        if response.length:
+            raise IncompleteRead(b"", response.length)
+        return response, b"".join(pieces)
 
 
 def _connect(url: SplitResult, deadline_ns: int) -> socket.socket:
@@ -135,7 +149,8 @@ def _connect(url: SplitResult, deadline_ns: int) -> socket.socket:
     port = url.port or _PORTS[url.scheme]
     for number, address in enumerate(found.addresses, 1):
         try:
-            connection = socket.create_connection((address, port), _left_s(deadline_ns))
+            left_s = _left_s(deadline_ns) / (len(found.addresses) - number + 1)
+            connection = socket.create_connection((address, port), left_s)
             break
         except OSError:
             if number == len(found.addresses) or time.monotonic_ns() >= deadline_ns:
@@ -143,6 +158,7 @@ def _connect(url: SplitResult, deadline_ns: int) -> socket.socket:
     if url.scheme == "http":
         return connection
     try:
+        connection.settimeout(_left_s(deadline_ns))
         return ssl.create_default_context().wrap_socket(connection, server_hostname=host)
     except BaseException:
         connection.close()
@@ -156,14 +172,25 @@ def _left_s(deadline_ns: int) -> float:
     return left_ns / 1e9
 
 
-class _Received:
-    """Bytes as the socket that HTTPResponse reads."""
+class _Timed(io.RawIOBase):
+    """A connection that HTTPResponse reads until a deadline, and up to `MAX_BYTES`."""
 
-    def __init__(self, received: bytes) -> None:
-        self._received = received
+    def __init__(self, connection: socket.socket, deadline_ns: int) -> None:
+        self._connection, self._deadline_ns, self._nbytes = connection, deadline_ns, 0
 
     def makefile(self, mode: str) -> IO[bytes]:
-        return io.BytesIO(self._received)
+        return io.BufferedReader(self, _PIECE_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(_left_s(self._deadline_ns))
+        nbytes = self._connection.recv_into(buffer)
+        self._nbytes += nbytes
+        if self._nbytes > MAX_BYTES:
+            raise ScrapeError(FaultCode.PROTOCOL, f"its answer has more than {MAX_BYTES >> 20} MiB")
+        return nbytes
 
 
 def _row(family: Metric) -> dict[str, Any]:
@@ -195,7 +222,8 @@ def _histograms(family: Metric) -> Iterator[dict[str, Any]]:
         value = _number(sample.value) or 0.0
         if sample.name.endswith("_bucket"):
             bound = float(sample.labels.get("le", "inf"))
-            row["buckets"].append([bound if math.isfinite(bound) else None, value])
+            if bound == math.inf or _number(bound) is not None:
+                row["buckets"].append([_number(bound), value])
         elif sample.name.endswith("_sum"):
             row["sum"] = value
         elif sample.name.endswith("_count"):

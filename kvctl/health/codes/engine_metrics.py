@@ -6,11 +6,24 @@ because nobody knows when it happened.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from kvctl.client.metrics.names import Engine, Moved, Signal, Use, exported, moved, total, totals
+from kvctl.client.metrics.names import (
+    EXTERNAL,
+    SOURCES,
+    Engine,
+    Moved,
+    Signal,
+    Use,
+    exported,
+    moved,
+    reads_prefill,
+    total,
+    totals,
+)
 from kvctl.health.answers import inner, text
 from kvctl.health.codes.leases import RECOMPUTED, recomputed_prompts
 from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed
@@ -19,11 +32,13 @@ from kvctl.render.units import duration, size, three_digits
 
 # A queue grows if it does by half and by so many requests, while others leave it.
 _GROWN, _GROWN_SHARE = 4, 0.5
+# SGLang publishes its gauges every 30 s while it is idle, and one request may take as long.
+_STUCK_NS = 31_000_000_000
 _SLOW_FACTOR = 4.0
+_LIKE_SIZE = 2.0
 _LEAST_TRANSFERS, _LEAST_BYTES = 5, 1 << 20
 _LARGE_BYTES = 16 << 20
 _TEN_GBIT = 1.25  # GB/s
-_SOURCES = "vllm:prompt_tokens_by_source_total"
 _COMPUTED_SHARE, _COMPUTED_TOKENS = 0.25, 256
 
 
@@ -43,7 +58,7 @@ def _servers(snapshot: Snapshot) -> Iterator[tuple[Agent, Engine]]:
 
 
 def _url(agent: Agent) -> str:
-    return text(agent.status, "metrics_url")
+    return shlex.quote(text(agent.status, "metrics_url"))
 
 
 def _growths(snapshot: Snapshot, agent: Agent, engine: Engine, use: Use) -> Iterator[_Growth]:
@@ -84,9 +99,9 @@ def _while(snapshot: Snapshot) -> str:
     sees="a queue of an engine without an agent grows, and no request leaves it",
     means="Requests wait in a queue of an engine that exports its metrics, and since the previous reading the queue "
     "has grown while no request has ended, no token was generated and no transfer has finished. The other side does "
-    "not answer, or the engine hangs. A queue that stays as it is counts only if the readings are further apart than "
-    "the engine publishes it (SGLang: every 30 s while idle); before, and where a queue grows beside progress, the "
-    "finding is information.",
+    "not answer, or the engine hangs. A queue that stays as it is counts only if the readings are more than 30 s "
+    "apart, as it may be one long request, and SGLang publishes its queues every 30 s while idle; before, and where a "
+    "queue grows beside progress, the finding is information.",
     remedy="Look at the server at the other end of the transfers: whether it answers, and what its log says (kvctl "
     "logs). An agent in the servers tells which request waits for which rank.",
 )
@@ -106,7 +121,7 @@ def queue_stuck(snapshot: Snapshot) -> Iterator[Finding]:
             moves = left + computed > 0
             if now < then + max(_GROWN, then * _GROWN_SHARE) if moves else not now >= then > 0:
                 continue
-            certain = not moves and (signal.fresh or now > then or snapshot.since_ns >= engine.old_s * 1e9)
+            certain = not moves and (now > then or snapshot.since_ns >= _STUCK_NS)
             grew = f"grew from {then:.0f} to {now:.0f}" if now > then else f"stayed at {now:.0f}"
             beside = "although others left it" if moves else "and none left it"
             yield queue_stuck.finding(
@@ -146,7 +161,8 @@ def requests_failed(snapshot: Snapshot) -> Iterator[Finding]:
     sees="time to first token rises: prompts are computed where their KV should have come from elsewhere",
     means="An engine that exports its metrics dropped the KV of requests and computed it again since the previous "
     "reading: preempted or retracted for want of memory, retried, or moved to another worker. Or a decode server of "
-    "vLLM, which gets KV from elsewhere, computed more than a quarter of its prompt tokens itself. Or one that kvctl "
+    "vLLM, which gets KV by NIXL, computed more than a quarter of its prompt tokens itself (with KV from elsewhere, which "
+    "may be a cache, the finding is information). Or one that kvctl "
     "observes could not load the KV of prompts and computes them, as its kv_load_failure_policy is recompute, or gets "
     "them without the kv_transfer_params of prefill's answer, while prefill holds blocks that nobody reads.",
     remedy="Give decode more KV memory, or let the router send it fewer requests at once; where KV does not arrive, "
@@ -161,17 +177,18 @@ def recomputed(snapshot: Snapshot) -> Iterator[Finding]:
         if engine.name != "vllm" or before is None:
             continue
         grown = {
-            source: (agent.total(_SOURCES, source=source) or 0) - (before.total(_SOURCES, source=source) or 0)
-            for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+            source: (agent.total(SOURCES, source=source) or 0) - (before.total(SOURCES, source=source) or 0)
+            for source in ("local_compute", "local_cache_hit", EXTERNAL)
         }
         computed, share = grown["local_compute"], grown["local_compute"] / max(1, sum(grown.values()))
-        external = agent.total(_SOURCES, source="external_kv_transfer")
-        if external and share > _COMPUTED_SHARE and computed >= _COMPUTED_TOKENS:
+        prefill = reads_prefill(agent.families)
+        if agent.total(SOURCES, source=EXTERNAL) and share > _COMPUTED_SHARE and computed >= _COMPUTED_TOKENS:
             yield recomputed.finding(
                 agent.name,
+                severity=Severity.WARNING if prefill else Severity.INFO,
                 weight=computed,
-                evidence={f"{source}_tokens": round(value) for source, value in grown.items()},
-                cause=f"vllm at {agent.name} gets KV from other servers, and computed {computed:.0f} prompt tokens "
+                evidence={f"{source}_tokens": round(min(value, 1e18)) for source, value in grown.items()},
+                cause=f"vllm at {agent.name} gets KV from {'other servers' if prefill else 'elsewhere'}, and computed {computed:.0f} prompt tokens "
                 f"itself {_while(snapshot)}, {share:.0%} of all",
                 remedy=f"`kvctl metrics show -e {_url(agent)}` shows the sources of prompt tokens; its log names "
                 "failed loads (kvctl logs FILE)",
@@ -234,11 +251,11 @@ def counted_by_engines(snapshot: Snapshot, code: Code, use: Use, verb: str, step
 
 def slow_transfers(snapshot: Snapshot, code: Code) -> Iterator[Finding]:
     """Yields a finding of `code` for each endpoint whose transfers are slower than before, or than those of others."""
-    rates: dict[tuple[str, str], dict[str, float]] = {}
+    earlier: dict[tuple[str, str], dict[str, Moved]] = {}
     for agent, engine in _servers(snapshot):
         _, before = _recent(snapshot, agent, engine)
         if before is not None and before.gb_per_s is not None:
-            rates.setdefault((engine.name, agent.role), {})[agent.name] = before.gb_per_s
+            earlier.setdefault((engine.name, agent.role), {})[agent.name] = before
     for agent, engine in _servers(snapshot):
         recent, before = _recent(snapshot, agent, engine)
         latest = before if recent is None or not recent.transfers else recent
@@ -246,8 +263,14 @@ def slow_transfers(snapshot: Snapshot, code: Code) -> Iterator[Finding]:
         if latest is None or rate is None or latest.transfers < _LEAST_TRANSFERS:
             continue
         mean_bytes = latest.nbytes / latest.transfers
-        others = [each for name, each in rates.get((engine.name, agent.role), {}).items() if name != agent.name]
-        own = rates.get((engine.name, agent.role), {}).get(agent.name)
+        alike = {
+            name: each.gb_per_s
+            for name, each in earlier.get((engine.name, agent.role), {}).items()
+            if each.gb_per_s is not None
+            and mean_bytes / _LIKE_SIZE <= each.nbytes / max(1, each.transfers) <= mean_bytes * _LIKE_SIZE
+        }
+        own = alike.pop(agent.name, None)
+        others = list(alike.values())
         slower = [
             (reference / rate, reference, words)
             for reference, words in (

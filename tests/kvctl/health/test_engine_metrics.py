@@ -154,6 +154,23 @@ def test_prompts_that_decode_computes_itself() -> None:
     assert findings((text, few)) == []
 
 
+def test_a_server_with_a_cache_of_kv_is_no_decode_server() -> None:
+    """LMCache and offloading count their tokens as external, too."""
+    text = "".join(line for line in recorded("vllm-decode").splitlines(True) if "vllm:nixl_" not in line)
+    computed = changed(text, "vllm:prompt_tokens_by_source_total", 5000, 'source="local_compute"')
+    (found,) = findings((text, computed))
+    assert codes([found]) == [("KV_RECOMPUTED", "info")]
+    with Exporter(text) as server:
+        (agent,) = survey([server]).agents
+    assert agent.data["status"]["role"] == ""
+
+
+@pytest.mark.parametrize(("apart_s", "severity"), [(6.0, "info"), (FAR_S, "warning")])
+def test_one_long_request_is_no_stuck_queue(apart_s: float, severity: str) -> None:
+    text = changed(recorded("vllm-decode"), "vllm:num_requests_waiting_by_reason", 1, 'reason="deferred"')
+    assert codes(findings((text, text), apart_s=apart_s)) == [("KV_QUEUE_STUCK", severity)]
+
+
 def test_preempted_requests() -> None:
     text = recorded("vllm-decode")
     (found,) = findings((text, changed(text, "vllm:num_preemptions_total", 7)))
@@ -174,6 +191,12 @@ def test_transfers_that_become_slow() -> None:
     assert found.evidence["gb_per_s"] == 1.0
     assert "32 times slower than its transfers before" in found.cause
     assert findings((before, moved(before, 1100, 70.4e9, 2.2e6))) == []
+
+
+def test_transfers_of_other_sizes_are_not_compared() -> None:
+    """Small ones have a lower rate, on the same network."""
+    before, now = moved(recorded("nixl"), 1000, 64e9, 2e6), moved(recorded("nixl"), 2000, 68e9, 4e6)
+    assert findings((before, now)) == []
 
 
 def test_transfers_that_are_slower_than_those_of_other_servers() -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import endpoint_of
 from kvctl.client.faults import FaultCode
 from kvctl.client.fleet import Fleet, Survey
 from kvctl.client.health_reads import HEALTH_CALLS
+from kvctl.client.metrics.reader import MetricsReader
+from kvctl.client.metrics.scrape import parse
 from kvctl.errors import CliError
 from kvctl_agent.contract.snapshots import Status
 from tests.support.exporter import Exporter, recorded
+from tests.support.http_answers import serving
 
 S = 1_000_000_000
 
@@ -131,6 +138,59 @@ def test_the_rate_is_that_since_the_previous_reading() -> None:
         server.text = after
         (agent,) = fleet.survey(HEALTH_CALLS).agents
     assert agent.data["status"]["rate"]["gb_per_s"] == pytest.approx(0.001)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "sglang:num_queue_reqs",
+                "sglang:num_requests_total",
+                "process_start_time_seconds",
+                "sglang:kv_transfer_total_mb_sum",
+                "sglang:kv_transfer_latency_ms_sum",
+                'sglang:kv_transfer_latency_ms_bucket{le="1e305"}',
+                'sglang:kv_transfer_latency_ms_bucket{le="1e15"}',
+                'sglang:kv_transfer_latency_ms_bucket{le="-1e14"}',
+                'sglang:kv_transfer_latency_ms_bucket{le="+Inf"}',
+                'sglang:kv_transfer_latency_ms_bucket{le="nan"}',
+            ]
+        ),
+        unique=True,
+    ),
+    st.sampled_from(["1", "0", "-1e15", "1e15", "1e305", "nan", "-Inf", "7.5"]),
+)
+def test_any_numbers_are_answers_in_json(names: list[str], value: str) -> None:
+    lines = ["# TYPE sglang:kv_transfer_latency_ms histogram", "# TYPE sglang:kv_transfer_total_mb histogram"]
+    rows = parse("\n".join([*lines, *(f"{name} {value}" for name in names), "sglang:other 1", ""]).encode())
+    answers = MetricsReader()._answers(endpoint_of("metrics://server:1"), rows)
+    orjson.dumps(answers)  # whose integers have 64 bits
+    uptime_ns = answers["status"]["uptime_ns"]
+    assert uptime_ns is None or 0 <= uptime_ns <= time.time_ns()
+
+
+@pytest.mark.parametrize("location", ["http://[", "/\x80"])
+def test_one_odd_server_is_a_fault_of_its_own(location: str) -> None:
+    reply = f"HTTP/1.1 302 Found\r\nLocation: {location}\r\n\r\n".encode("latin-1")
+    with Exporter(recorded("nixl")) as server, serving(reply) as odd:
+        found = survey(server.url, f"metrics://{odd}")
+    assert [agent.name for agent in found.agents] == [server.place]
+    assert [(fault.agent, fault.code) for fault in found.faults] == [(odd, FaultCode.PROTOCOL)]
+
+
+def test_an_error_of_ours_is_a_fault_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvctl.client.metrics.reader.scrape", lambda *_: [{}])
+    (fault,) = survey("metrics://127.0.0.1:9").faults
+    assert (fault.code, fault.message) == (FaultCode.PROTOCOL, "its answer cannot be read: KeyError: \"'name'\"")
+
+
+def test_secrets_of_a_url_are_not_shown() -> None:
+    with Exporter(recorded("nixl")) as server:
+        (agent,) = survey(f"{server.url}/metrics?token=hunter2").agents
+    assert agent.data["status"]["metrics_url"] == f"{server.url}/metrics"
+    with pytest.raises(CliError, match="write metrics://host:port") as caught:
+        endpoint_of("http://user:hunter2@h:1/?token=hunter2")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_labels_select_them() -> None:

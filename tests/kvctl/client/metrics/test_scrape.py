@@ -67,6 +67,9 @@ def test_chunked_answers() -> None:
         (answer(b"", "302 Found", "Location: http://elsewhere.invalid/metrics"), FaultCode.PROTOCOL, "elsewhere"),
         (answer(b"", "307 Again", "Location: /metrics"), FaultCode.PROTOCOL, "not followed"),
         (answer(b"", "302 Found", "Location: file:///etc/passwd"), FaultCode.PROTOCOL, "not followed"),
+        (answer(b"", "302 Found", "Location: http://["), FaultCode.PROTOCOL, "not followed"),
+        (answer(b"", "302 Found", "Location: /metrics HTTP/1.1"), FaultCode.PROTOCOL, "not followed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999999\r\n\r\nshort", FaultCode.PROTOCOL, "not HTTP"),
         (answer(b"go_goroutines 7\n"), FaultCode.PROTOCOL, "no metrics of an engine"),
         (answer(b"process_start_time_seconds 7\n"), FaultCode.PROTOCOL, "no metrics of an engine"),
         (answer(b"<html>{}</html>"), FaultCode.PROTOCOL, "text format"),
@@ -130,6 +133,47 @@ def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(ScrapeError, match="more than 1 MiB"),
     ):
         scrape(f"http://{place}/metrics", soon())
+
+
+def test_lines_of_others_are_not_parsed() -> None:
+    """A line of four megabytes with many labels takes the parser minutes."""
+    labels = ",".join(f'a{number}="b"' for number in range(200_000))
+    rows = parse(f"others{{{labels}}} 1\nvllm:num_preemptions_total 2\n".encode())
+    assert [row["name"] for row in rows] == ["vllm:num_preemptions_total"]
+    with pytest.raises(ScrapeError, match="Ki characters"):
+        parse(f"vllm:x{{{labels}}} 1\n".encode())
+    with pytest.raises(ScrapeError, match="50000 lines"):
+        parse(b"vllm:x 1\n" * 50_001)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_connection_that_stays_open_after_the_answer(chunked: bool) -> None:
+    text = recorded("nixl").encode()
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    pieces = [head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(text), text)] if chunked else [whole]
+    with serving([*pieces, b""], pause_s=3600) as place:
+        assert scrape(f"http://{place}/metrics", soon()) == parse(text)
+
+
+@given(
+    st.text(st.characters(max_codepoint=255, exclude_characters="\r\n"), max_size=30),
+    st.sampled_from(["Location", "Content-Length", "Transfer-Encoding", "Content-Type"]),
+    st.sampled_from(["200 OK", "302 Found", "204 No Content", "100 Continue"]),
+)
+def test_any_header_is_an_answer_or_an_error(value: str, name: str, status: str) -> None:
+    reply = f"HTTP/1.1 {status}\r\n{name}: {value}\r\n\r\nvllm:num_preemptions_total 2\n".encode("latin-1")
+    near, far = socket.socketpair()
+    far.sendall(reply)
+    far.shutdown(socket.SHUT_WR)
+    with far, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_connect", lambda *_: near)
+        try:
+            rows = scrape("http://server:1/metrics", soon())
+        except ScrapeError as error:
+            assert error.code in {FaultCode.PROTOCOL, FaultCode.UNREACHABLE}  # noqa: PT017
+        else:
+            assert [row["name"] for row in rows] == ["vllm:num_preemptions_total"]
 
 
 @given(st.binary(max_size=400))
