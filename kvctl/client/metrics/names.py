@@ -247,7 +247,7 @@ def total(families: Families, signal: Signal) -> float | None:
 
 
 def reads_prefill(families: Families) -> bool:
-    """Returns whether an endpoint is vLLM with KV from prefill servers, by NIXL, and not from a cache such as LMCache."""
+    """Returns whether an endpoint is vLLM with KV from prefill servers, by NIXL, not from a cache as LMCache's."""
     sources = families.get(SOURCES, {}).get("samples", ())
     external = any(each["labels"].get("source") == EXTERNAL and each["value"] for each in sources)
     return external and any(name.startswith("vllm:nixl_") for name in families)

@@ -69,7 +69,7 @@ class MetricsReader:
                     f"`curl -m 10 {shlex.quote(public(endpoint.remote))}` waits longer"
                 )
             answers = Fault(endpoint.name, error.code, text)
-        except Exception as error:  # noqa: BLE001 - one server's answer must not end the command for all
+        except Exception as error:  # one server's answer must not end the command for all
             text = f"its answer cannot be read: {type(error).__name__}: {shown(str(error))}"
             answers = Fault(endpoint.name, FaultCode.PROTOCOL, text)
         return answers, sent_at_ns, time.monotonic_ns() - begun_ns

@@ -161,10 +161,10 @@ def requests_failed(snapshot: Snapshot) -> Iterator[Finding]:
     sees="time to first token rises: prompts are computed where their KV should have come from elsewhere",
     means="An engine that exports its metrics dropped the KV of requests and computed it again since the previous "
     "reading: preempted or retracted for want of memory, retried, or moved to another worker. Or a decode server of "
-    "vLLM, which gets KV by NIXL, computed more than a quarter of its prompt tokens itself (with KV from elsewhere, which "
-    "may be a cache, the finding is information). Or one that kvctl "
-    "observes could not load the KV of prompts and computes them, as its kv_load_failure_policy is recompute, or gets "
-    "them without the kv_transfer_params of prefill's answer, while prefill holds blocks that nobody reads.",
+    "vLLM, which gets KV by NIXL, computed more than a quarter of its prompt tokens itself (with KV from elsewhere, "
+    "which may be a cache, the finding is information). Or one that kvctl observes could not load the KV of prompts "
+    "and computes them, as its kv_load_failure_policy is recompute, or gets them without the kv_transfer_params of "
+    "prefill's answer, while prefill holds blocks that nobody reads.",
     remedy="Give decode more KV memory, or let the router send it fewer requests at once; where KV does not arrive, "
     "the log of the server names the failed loads (kvctl logs), and kvctl rooms failed those that it observes.",
     alert=f'sum by (instance) (increase({RECOMPUTED}{{reason="load-failed"}}[10m])) > 0',
@@ -188,8 +188,8 @@ def recomputed(snapshot: Snapshot) -> Iterator[Finding]:
                 severity=Severity.WARNING if prefill else Severity.INFO,
                 weight=computed,
                 evidence={f"{source}_tokens": round(min(value, 1e18)) for source, value in grown.items()},
-                cause=f"vllm at {agent.name} gets KV from {'other servers' if prefill else 'elsewhere'}, and computed {computed:.0f} prompt tokens "
-                f"itself {_while(snapshot)}, {share:.0%} of all",
+                cause=f"vllm at {agent.name} gets KV from {'other servers' if prefill else 'elsewhere'}, and computed "
+                f"{computed:.0f} prompt tokens itself {_while(snapshot)}, {share:.0%} of all",
                 remedy=f"`kvctl metrics show -e {_url(agent)}` shows the sources of prompt tokens; its log names "
                 "failed loads (kvctl logs FILE)",
             )
