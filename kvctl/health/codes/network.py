@@ -79,17 +79,19 @@ class Interruption:
         )
 
 
-def too_large(host: str, address: str, mtu: int = _MTU) -> str:
+def too_large(host: str, address: str, mtu: int = _MTU, login: Sequence[str] = ()) -> str:
     """Returns the remedy for packets that are lost because of their size.
 
     Args:
         host: host that sends them.
         address: address of the other host.
         mtu: MTU of the sender's interface.
+        login: command line that runs a command on the sending host; without it the remedy names the host.
     """
     payload = mtu - _HEADERS[6 if ":" in address else 4]
+    command = shlex.join([*login, "ping", "-c", "3", "-M", "do", "-s", str(payload), address])
     return (
-        f"`ping -c 3 -M do -s {payload} {shlex.quote(address)}` on {host}: if it gets no answer while -s 500 "
+        f"`{command}`{'' if login else f' on {host}'}: if it gets no answer while -s 500 "
         "does, the MTU on the way is smaller than that of the interface; "
         "set the interfaces to the smaller one, or let routers answer with "
         "ICMP (fragmentation needed)"

@@ -6,6 +6,7 @@ measurements, as those of agents.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.names import natural_key
 from kvctl.health.codes import CODES_BY_NAME
 from kvctl.health.codes.facts import common_agents
-from kvctl.health.codes.network import Interruption, too_large
+from kvctl.health.codes.network import too_large
 from kvctl.health.engine import examine
 from kvctl.health.finding import Finding, Severity, listed, pair
 from kvctl.health.lanes import carried_by
@@ -52,7 +53,7 @@ def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], re
         lane, carried = (
             carried_by(written["before"], written["after"], written["moved_bytes"]) if measured else ("", {})
         )
-        told = written.get("interconnect", {})
+        interconnect = written.get("interconnect", {})
         rows.append(
             {
                 "prefill": prefill,
@@ -68,9 +69,9 @@ def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], re
                 "round": written["round"] if measured else None,
                 "rtt_ns": min((each["rtt_ns"] for each in links if each["rtt_ns"] is not None), default=None),
                 "mtu": next((each["mtu"] for each in links if each["mtu"] is not None), None),
-                "lane": told.get("name") or lane or None,
-                "lane_expected": told.get("expected"),
-                "lane_source": told.get("source") if told else "counters" if lane else None,
+                "lane": interconnect.get("name") or lane or None,
+                "lane_expected": interconnect.get("expected"),
+                "lane_source": interconnect.get("source") if interconnect else "counters" if lane else None,
                 "carried": carried,
                 "problem": "",
             }
@@ -131,30 +132,30 @@ def findings(
     """Returns the findings, most severe first."""
     found = [
         *_rank_findings(ranks, results, options),
-        *_link_findings(ranks, results),
+        *_link_findings(ranks, results, options),
         *_pair_findings(rows, results, options),
-        *_host_findings(ranks, results),
+        *_host_findings(ranks, results, options),
         *_health_findings(ranks, rows, results),
     ]
     return sorted(found, key=lambda each: (-each.severity, natural_key(each.subject)))
 
 
 def _rank_findings(ranks: Sequence[PlannedRank], results: Results, options: Options) -> Iterator[Finding]:
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[tuple[str, str, bool], list[str]] = {}
     overdue = {prefill for (prefill, _), written in results.writes.items() if written.get("overdue")}
     for rank in ranks:
         if rank.name in results.failed and rank.name not in overdue:  # named with its pair otherwise
-            alike.setdefault((rank.host, results.failed[rank.name]), []).append(rank.name)
-    for (host, text), names in alike.items():
-        login = " ".join(
-            [*options.program(host)[: -len(options.python) - 2], *options.python, "-c", "'import kvctl_agent'"]
-        )
+            key = rank.host, results.failed[rank.name], rank.name in results.heard
+            alike.setdefault(key, []).append(rank.name)
+    for (host, text, heard), names in alike.items():
+        kvctl = shlex.join([*options.login(host), *options.python, "-m", "kvctl"])
+        check = f"`{kvctl} doctor --host-only` checks what the engine needs of {host}; the login to it works"
         yield _critical(
             "KV_NOT_READY",
             host,
             names,
             f"{listed(names)} on {host}: {text}",
-            f"`{login}` shows whether a login works",
+            check if heard else f"`{kvctl} version` must work without questions, and print only the version",
             {},
         )
     versions = {name: begun["version"] for name, begun in results.begun.items() if begun["version"] != VERSION}
@@ -169,40 +170,52 @@ def _rank_findings(ranks: Sequence[PlannedRank], results: Results, options: Opti
         )
 
 
-def _link_findings(ranks: Sequence[PlannedRank], results: Results) -> Iterator[Finding]:
+def _link_findings(ranks: Sequence[PlannedRank], results: Results, options: Options) -> Iterator[Finding]:
     addresses = {rank.host: str(results.begun[rank.name]["address"]) for rank in ranks if rank.name in results.begun}
-    unanswered: dict[tuple[int, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
+    unanswered: dict[tuple[str, int], dict[tuple[str, str], Mapping[str, Any]]] = {}
     for ends, links in results.links.items():
         for link in links:
             if link["state"] == "large lost":
-                yield _too_large(ends, link, addresses[ends[1]])
+                yield _too_large(ends, link, addresses[ends[1]], options)
             elif link["state"] != "ok":
-                unanswered.setdefault((link["port"], link["state"]), {})[ends] = link
-    for (_, state), of_ends in unanswered.items():
+                # Without --port, each host listens on another one.
+                unanswered.setdefault((link["state"], link["port"] if options.ports else 0), {})[ends] = link
+    for (state, port), of_ends in unanswered.items():
         for common, pairs in common_agents(list(of_ends)):
-            yield _unanswered(common, {ends: of_ends[ends] for ends in pairs}, state, addresses)
+            back = [each for each in results.links.get(pairs[0][::-1], ()) if port in (0, each["port"])]
+            failed = {ends: of_ends[ends] for ends in pairs}
+            yield _unanswered(common, failed, state, {each["state"] for each in back}, addresses, options)
 
 
-def _too_large(ends: tuple[str, str], link: Mapping[str, Any], address: str) -> Finding:
+def _too_large(ends: tuple[str, str], link: Mapping[str, Any], address: str, options: Options) -> Finding:
     """Returns the finding about large packets that are lost on the way from the first host to the second."""
     passes, mtu = link.get("passes"), link["mtu"] or 1500
-    known = (
+    sizes = (
         f"packets of {passes} bytes pass, those of {mtu} bytes do not" if passes else "nor do smaller packets bring it"
     )
     return _critical(
         "KV_DATA_BLOCKED",
         pair(*ends),
         (),
-        f"{pair(*ends)}: small messages arrive; {link['error']}: {known}",
-        too_large(ends[0], address, mtu),
+        f"{pair(*ends)}: small messages arrive; {link['error']}: {sizes}",
+        too_large(ends[0], address, mtu, options.login(ends[0])),
         {"port": str(link["port"]), "address": address, "mtu": mtu, "passes_bytes": passes},
     )
 
 
 def _unanswered(
-    common: str, links: Mapping[tuple[str, str], Mapping[str, Any]], state: str, addresses: Mapping[str, str]
+    common: str,
+    links: Mapping[tuple[str, str], Mapping[str, Any]],
+    state: str,
+    back: set[str],
+    addresses: Mapping[str, str],
+    options: Options,
 ) -> Finding:
-    """Returns the finding about links that have a host in common and fail in the same way."""
+    """Returns the finding about links that have a host in common and fail in the same way.
+
+    Args:
+        back: states of the first of these links in the other direction.
+    """
     ends, link = next(iter(links.items()))
     others = sorted({end for each in links for end in each} - {common})
     both = all((target, source) in links for source, target in links)
@@ -212,16 +225,22 @@ def _unanswered(
         "refused": f"{ends[1]} listens there, so a firewall rejects them",
         "unresolved": f"write the host as {ends[1]}=ADDRESS",
     }.get(state, "a firewall on the way drops the packets, or there is no route")
-    direction = "neither direction works" if both else "the other direction works" if len(links) == 1 else ""
+    direction = ""
+    if back:
+        direction = "the other direction works" if back == {"ok"} else ""
+        direction = "neither direction works" if back.isdisjoint({"ok", "large lost"}) else direction
+    address = addresses[ends[1]]
+    ping = shlex.join([*options.login(ends[0]), "ping", "-c", "3", address])
     return _critical(
         "KV_PEER_LOST",
         subject,
         (),
         f"{pair(*ends)}: {link['error']}{f'; {direction}' if direction else ''}; {why}",
-        Interruption(*ends, False, False, addresses[ends[1]], ()).remedy,
+        f"`{ping}` shows whether {ends[1]} answers at all: if it does, check the firewalls on the way from {ends[0]} "
+        f"to {ends[1]}, or else routes and cables",
         {
             "port": str(link["port"]),
-            "address": addresses[ends[1]],
+            "address": address,
             "state": state,
             "links": [pair(*each) for each in links],
         },
@@ -291,7 +310,7 @@ def lane_evidence(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _host_findings(ranks: Sequence[PlannedRank], results: Results) -> Iterator[Finding]:
+def _host_findings(ranks: Sequence[PlannedRank], results: Results, options: Options) -> Iterator[Finding]:
     facts: dict[tuple[str, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
     processes: dict[str, dict[str, str]] = {}
     for rank in ranks:
@@ -300,13 +319,14 @@ def _host_findings(ranks: Sequence[PlannedRank], results: Results) -> Iterator[F
             if fact["severity"] > Severity.INFO:
                 facts.setdefault((fact["topic"], fact["found"], fact["means"]), []).append((rank.host, fact))
         for port, why in begun.get("ports_refused", {}).items():
+            login = shlex.join(options.login(rank.host))
             yield Finding(
                 "KV_PORT_CLASH",
                 Severity.WARNING,
                 f"{rank.host} port {port}",
                 (),
                 f"{rank.host} cannot listen on port {port}: {why}",
-                f"`ss -ltnp sport = :{port}` on {rank.host} shows the process that has it",
+                f"`{login} ss -ltnp sport = :{port}` shows the process that has it",
             )
         if begun:
             processes.setdefault(begun["boot"] or "", {}).setdefault(begun["processes"], rank.host)

@@ -18,6 +18,7 @@ from kvctl.lab.preflight import messages
 from kvctl.lab.ranks.group import TICK_S, RankGroup, rank_names
 from kvctl.lab.ranks.messages import AnyCommand
 from kvctl.lab.ranks.plan import Plan
+from kvctl.lab.ranks.process import GARBLED
 from kvctl.lab.ranks.request import Role
 from kvctl_agent.contract.choices import HOST
 
@@ -97,10 +98,14 @@ class Options:
     python: tuple[str, ...]
     deadline_s: float
 
+    def login(self, host: str) -> list[str]:
+        """Returns the command line before a command that is to run on a host."""
+        placed = [word.replace(HOST_WORD, host) for word in self.ssh]
+        return placed if placed != list(self.ssh) else [*placed, host]
+
     def program(self, host: str) -> list[str]:
         """Returns the command line that starts a rank's process on a host."""
-        placed = [word.replace(HOST_WORD, host) for word in self.ssh]
-        return [*placed, *([] if placed != list(self.ssh) else [host]), *self.python, *_MODULE]
+        return [*self.login(host), *self.python, *_MODULE]
 
 
 @dataclass(slots=True)
@@ -110,6 +115,7 @@ class Results:
     Attributes:
         begun: answers to `Begin`, by rank.
         failed: why ranks take part no longer, by rank.
+        heard: ranks that have sent a message: the login to their hosts works.
         clocks: clock of each host, by the rank that leads it.
         links: answers of `reach` for each port, by (source host, target host).
         writes: latest answer to `Write` with `wrong_bytes` and the `round`, by (prefill rank, decode rank).
@@ -118,6 +124,7 @@ class Results:
 
     begun: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    heard: set[str] = field(default_factory=set)
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
     links: dict[tuple[str, str], list[Mapping[str, Any]]] = field(default_factory=dict)
     writes: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
@@ -290,8 +297,11 @@ class Preflight:
             for name, process in list(waiting.items()):
                 if process.answer is not None:
                     answers[name] = process.answer
+                    self.results.heard.add(name)
                 elif process.fatal is not None or process not in self._group.running:
                     self.results.failed[name] = _end_of(process.fatal, process.returncode, process.last_output)
+                    if process.fatal is not None and process.fatal.get("code") != GARBLED:
+                        self.results.heard.add(name)
                 else:
                     continue
                 del waiting[name]
@@ -300,9 +310,8 @@ class Preflight:
                 break
             self._group.poll(min(left_s, TICK_S))
         for name, process in waiting.items():
-            output = process.last_output
-            last = f"; its last output: {output.splitlines()[-1]}" if output else ""
-            self.results.failed[name] = f"it has not finished {doing} within {timeout_s:g} s{last}"
+            last = _last_line(process.last_output)
+            self.results.failed[name] = f"it has not finished {doing} within {timeout_s:g} s; {last}"
         return answers
 
     def _alive(self) -> list[str]:
@@ -339,14 +348,17 @@ def _disjoint(pairs: Sequence[tuple[str, str]], place: Callable[[str], str]) -> 
 
 
 def _end_of(fatal: Mapping[str, Any] | None, returncode: int | None, output: str) -> str:
-    if fatal is not None and fatal.get("code") == "Garbled":
-        return f"{fatal.get('message')}: a login there must print nothing on stdout (ssh HOST true)"
+    if fatal is not None and fatal.get("code") == GARBLED:
+        return f"{fatal.get('message')}: a login there must print nothing on stdout"
     if fatal is not None:
-        return f"{fatal.get('message')} ({fatal.get('code')})"
-    last = output.splitlines()[-1] if output else "it printed nothing"
+        return f"{fatal.get('message')} ({fatal.get('code')}); {_last_line(output)}"
     code = returncode or 0
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"its process has ended with {how}: {last}"
+    return f"its process has ended with {how}; {_last_line(output)}"
+
+
+def _last_line(output: str) -> str:
+    return f"its last output: {output.splitlines()[-1]}" if output else "it printed nothing"
 
 
 def is_plain(word: str) -> bool:

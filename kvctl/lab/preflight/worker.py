@@ -159,8 +159,8 @@ class Worker:
                 self._transport.disconnect(asked.peer)
         if found["crc32"] is not None and HOST not in (self._rank.device, asked.device):
             protocol = str(self._transport.describe().get("protocol", ""))
-            told = interconnect_of(found["gb_per_s"], asked.same_host, has_infiniband(), protocol)
-            found["interconnect"] = told._asdict()
+            interconnect = interconnect_of(found["gb_per_s"], asked.same_host, has_infiniband(), protocol)
+            found["interconnect"] = interconnect._asdict()
         return {**found, "before": before, "after": nics.read()}
 
     def _devices(self, asked: messages.Devices) -> dict[str, Any]:

@@ -24,6 +24,9 @@ from kvctl.lab.ranks.messages import AnyCommand, LineBuffer, LineTooLong, Messag
 PROGRAM = (sys.executable, "-P", "-m", "kvctl.lab.ranks")
 """Command line of a rank process, without its options."""
 
+GARBLED = "Garbled"
+"""Code of the fatal error of a process that sent an invalid message."""
+
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES = 12
 _TAIL_SHOWN_BYTES = 2000
@@ -176,7 +179,7 @@ class RankProcess:
         try:
             messages = [msgspec.json.decode(line, type=Message) for line in self._lines.feed(data)]
         except (LineTooLong, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            garbled = {"code": "Garbled", "message": f"it sent an invalid message: {error}"}
+            garbled = {"code": GARBLED, "message": f"it sent an invalid message: {error}"}
             messages = [Message(kind="fatal", data=garbled)]
         for message in messages:
             if message["kind"] == "answer":

@@ -59,7 +59,7 @@ def test_a_host_that_cannot_be_entered_is_named_with_what_the_command_said(kvctl
     assert outcome.code == 1
     (data,) = json.loads(outcome.out)["data"]
     assert [(each["code"], each["subject"]) for each in data["findings"]] == [("KV_NOT_READY", "gpu1")]
-    assert "exit code 255: Permission denied" in data["findings"][0]["cause"]
+    assert "exit code 255; its last output: Permission denied" in data["findings"][0]["cause"]
     assert [row["verdict"] for row in data["pairs"]] == ["critical"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,33 @@ def test_links_that_fail_are_named_with_their_direction(fleet: Fleet, state: str
         {"port": 7000, "state": state, "error": "it fails", "rtt_ns": None, "mtu": 1500, "passes": 940}
     ]
     assert fleet.found() == [(code, subject)]
+
+
+@pytest.mark.parametrize("ports", [(), (7000,)])
+@pytest.mark.parametrize(
+    ("back", "direction"),
+    [("ok", "the other direction works"), ("refused", "neither direction works"), ("no answer", "neither direction")],
+)
+def test_both_directions_of_a_link_are_judged(fleet: Fleet, ports: tuple[int, ...], back: str, direction: str) -> None:
+    for ends, state, port in ((("n1", "n3"), "no answer", 7000), (("n3", "n1"), back, 7000 if ports else 40001)):
+        link = {"port": port, "state": state, "error": "it fails" if state != "ok" else "", "rtt_ns": None, "mtu": None}
+        fleet.results.links[ends] = [link]
+    found = findings(RANKS, list(fleet.rows().values()), fleet.results, replace(OPTIONS, ports=ports))
+    subjects = {"ok": {"n1 → n3"}, "refused": {"n1 → n3", "n3 → n1"}, "no answer": {"n3 ↔ n1"}}[back]
+    assert {each.subject for each in found} == subjects
+    assert len(found) == len(subjects)
+    for each in found:
+        assert direction in each.cause
+        assert each.remedy.startswith("`ssh n")
+
+
+def test_the_remedy_for_a_rank_fits_its_failure(fleet: Fleet) -> None:
+    fleet.results.failed |= {"prefill-0": "its process has ended", "prefill-1": "no device (TransportError)"}
+    fleet.results.heard.add("prefill-1")
+    options = replace(OPTIONS, ssh=("ssh", "-o", "ProxyCommand=nc %h"), python=("/venv/bin/python",))
+    remedies = [each.remedy for each in findings(RANKS, list(fleet.rows().values()), fleet.results, options)]
+    assert "`ssh -o 'ProxyCommand=nc %h' n1 /venv/bin/python -m kvctl version` must work" in remedies[0]
+    assert "n2 /venv/bin/python -m kvctl doctor --host-only`" in remedies[1]
 
 
 def test_a_host_that_nobody_reaches_is_one_finding(fleet: Fleet) -> None:

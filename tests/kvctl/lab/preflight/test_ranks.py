@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight
+from kvctl.lab.preflight.judge import pair_rows
+from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results
+from kvctl.lab.ranks.request import Role
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.choices import HOST
 
@@ -35,27 +38,41 @@ def usual(do, args):
 exec(open(f"{{directory}}/{{host}}").read())
 """
 USUAL = "for do, args in commands(): usual(do, args)"
-Run = Callable[..., Preflight]
+Run = Callable[..., "Outcome"]
+
+
+class Outcome(NamedTuple):
+    """Results of a preflight, and its rows by (prefill rank, decode rank)."""
+
+    results: Results
+    rows: dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs a preflight of hosts with a rank each, given the script of each host."""
+    """Runs a preflight of hosts with equal numbers of ranks, given the script of the ranks of each host."""
 
-    def run(prefill: dict[str, str], decode: dict[str, str]) -> Preflight:
+    def run(prefill: dict[str, str], decode: dict[str, str], count: int = 1) -> Outcome:
         program = tmp_path / "rank.py"
         program.write_text(RANK)
-        for host, script in (prefill | decode).items():
-            (tmp_path / host).write_text(script)
-        ranks = [PlannedRank(host, "prefill", host, HOST, True) for host in prefill]
-        ranks += [PlannedRank(host, "decode", host, HOST, True) for host in decode]
+        ranks: list[PlannedRank] = []
+        of_role: dict[str, list[str]] = {"prefill": [], "decode": []}
+        roles: tuple[Role, ...] = "prefill", "decode"
+        for role, scripts in zip(roles, (prefill, decode), strict=True):
+            for host, script in scripts.items():
+                (tmp_path / host).write_text(script)
+                for number in range(count):
+                    name = f"{host}-{number}" if count > 1 else host
+                    ranks.append(PlannedRank(name, role, host, HOST, not number))
+                    of_role[role].append(name)
         ssh = ("env", "RANK_HOST={host}", f"RANK_DIRECTORY={tmp_path}")
         options = Options("nixl", {}, {}, (), ssh, (sys.executable, str(program)), 5.0)
-        pairs = [(one, other) for one in prefill for other in decode]
-        hosts = [HostName(rank.host) for rank in ranks]
+        pairs = [(one, other) for one in of_role["prefill"] for other in of_role["decode"]]
+        hosts = [HostName(host) for host in (*prefill, *decode)]
         with Preflight(hosts, ranks, pairs, options, lambda _: None) as preflight:
             preflight.run()
-        return preflight
+        rows = pair_rows(ranks, pairs, preflight.results)
+        return Outcome(preflight.results, {(row["prefill"], row["decode"]): row for row in rows})
 
     return run
 
@@ -78,7 +95,7 @@ while not os.path.exists(f"{directory}/pid") or os.path.exists(f"/proc/{open(f'{
         + USUAL
     )
     results = run({"p": ends}, {"d": waits}).results
-    assert results.failed == {"p": "its process has ended with exit code 1: no memory"}
+    assert results.failed == {"p": "its process has ended with exit code 1; its last output: no memory"}
     assert set(results.clocks) == {"d"}
 
 
@@ -90,6 +107,16 @@ def test_a_login_that_prints_on_stdout_is_named(line: str, run: Run) -> None:
 
 
 def test_hosts_that_can_listen_on_no_port_are_measured(run: Run) -> None:
-    preflight = run({"p": USUAL}, {"d": USUAL})
-    assert preflight.results.links == {("p", "d"): [], ("d", "p"): []}
-    assert set(preflight.results.writes) == {("p", "d")}
+    outcome = run({"p": USUAL}, {"d": USUAL})
+    assert outcome.results.links == {("p", "d"): [], ("d", "p"): []}
+    assert outcome.rows["p", "d"]["verdict"] == "ok"
+
+
+def test_what_a_failed_engine_said_last_is_named(run: Run) -> None:
+    fails = """
+print("UCX  ERROR no such device", file=sys.stderr, flush=True)
+print(json.dumps(dict(kind="fatal", data=dict(code="TransportError", message="it cannot be opened"))), flush=True)
+"""
+    results = run({"p": fails}, {"d": USUAL}).results
+    assert results.failed["p"] == "it cannot be opened (TransportError); its last output: UCX  ERROR no such device"
+    assert results.heard == {"p", "d"}
