@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
 import click
 
+from kvctl.client.faults import Fault, FaultCode, lines
 from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.errors import CliError
+from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import counted
-from kvctl.logs.scan import LogError, Match, scan
+from kvctl.logs.scan import LogError, Match, Scan
 from kvctl.logs.signatures import signatures
 from kvctl.render import palette
 from kvctl.render.findings import headline, labelled
 from kvctl.render.report import Block, Report, Text
+from kvctl.render.units import size
 from kvctl.render.view import Column, Kind, Row, View, Width
 
 _LABEL = 10
 _STDIN = "-"
+_PROGRESS_S = 0.5
 
 LOGS = View(
     "logs",
@@ -57,43 +61,56 @@ LOGS = View(
 def logs(settings: Settings, files: tuple[str, ...]) -> None:
     """Name the known failures in the logs of engines, with the line, its cause and the next step.
 
-    FILE is a log of SGLang, vLLM, NIXL, UCX, Mooncake or NCCL, also compressed by gzip; - is stdin. What matters to the
+    FILE is a log of SGLang, vLLM, NIXL, UCX, Mooncake or NCCL, also compressed by gzip or zstd; - is stdin. What matters to the
     transfer of KV caches is searched for: lost servers, timeouts, expired leases, servers that do not fit together,
     transports that are missing, memory that cannot be registered. A line that is not known is not reported.
 
-    Contacts no agent. Exit codes: 0 nothing found, 1 a known failure.
+    Contacts no agent. Exit codes: 0 nothing found, 1 a known failure, 7 a log could not be read to its end, whatever
+    was found.
     """
     if settings.watch_ns is not None or settings.from_file is not None:
         raise click.UsageError("logs reads FILE once: omit -w and --from")
     output = Output(settings)
     output.selection(LOGS)
-    try:
-        rows = [_row(match) for match in scan(_opened(files), signatures())]
-    except LogError as error:
-        raise CliError(str(error)) from None
+    scan, faults = Scan(signatures()), []
+    for name in files:
+        try:
+            _read(scan, name, show=sys.stderr.isatty() and not settings.quiet)
+        except LogError as error:
+            faults.append(Fault(name, FaultCode.PROTOCOL, str(error)))
+    rows = [_row(match) for match in scan.found()]
+    examined = counted(len(files), "file")
     report = Report(
-        LOGS,
-        rows,
-        len(files),
-        blocks=lambda kept, width: _blocks(kept, width, counted(len(files), "file")),
-        wrong=bool(rows),
+        LOGS, rows, len(files), faults, blocks=lambda kept, width: _blocks(rows, kept, width, examined, not faults)
     )
     output.emit(report)
-    raise click.exceptions.Exit(ExitCode.FAILED if rows else ExitCode.OK)
+    for line in lines(faults):
+        output.error(line)
+    found = ExitCode.FAILED if rows else ExitCode.OK
+    raise click.exceptions.Exit(ExitCode.PARTIAL if faults else found)
 
 
-def _opened(names: Sequence[str]) -> Iterator[tuple[str, BufferedReader]]:
-    """Yields names and open files, each of which is closed when the next one is asked for."""
-    for name in names:
+def _read(scan: Scan, name: str, *, show: bool) -> None:
+    """Searches a file, or stdin, and shows progress on the terminal if that takes long; raises LogError."""
+    due_s = time.monotonic() + _PROGRESS_S
+
+    def report(nbytes: int) -> None:
+        nonlocal due_s
+        if show and time.monotonic() >= due_s:
+            due_s = time.monotonic() + _PROGRESS_S
+            progress(f"{name}: {size(nbytes)} searched")
+
+    try:
         if name == _STDIN:
-            yield name, cast(BufferedReader, sys.stdin.buffer)
-            continue
-        try:
-            file = Path(name).open("rb")  # noqa: SIM115
-        except OSError as error:
-            raise LogError(f"{name}: {error.strerror}") from None
-        with file:
-            yield name, file
+            scan.read(name, cast(BufferedReader, sys.stdin.buffer), report)
+        else:
+            with Path(name).open("rb") as file:
+                scan.read(name, file, report)
+    except OSError as error:
+        raise LogError(error.strerror or str(error)) from None
+    finally:
+        if show:
+            progress("")
 
 
 def _row(match: Match) -> dict[str, Any]:
@@ -113,9 +130,11 @@ def _row(match: Match) -> dict[str, Any]:
     }
 
 
-def _blocks(kept: Sequence[Row], width: int, examined: str) -> list[Block]:
-    head = headline(kept, True) if kept else ("✓ no known failure", palette.VERDICTS["ok"])
-    found: list[Block] = [Text([[head, (f"   {examined}", "dim")]])]
+def _blocks(rows: Sequence[Row], kept: Sequence[Row], width: int, examined: str, complete: bool) -> list[Block]:
+    nothing = ("✓ no known failure", palette.VERDICTS["ok"]) if complete else ("no known failure in what was read", "")
+    found: list[Block] = [Text([[headline(rows, complete) if rows else nothing, (f"   {examined}", "dim")]])]
+    if rows and not kept:
+        found.append(Text([[("no rows match --filter", "dim")]]))
     for number, each in enumerate(kept, 1):
         severity = each["severity"]
         style, glyph = palette.VERDICTS[severity], f"{palette.VERDICT_GLYPHS[severity]} {severity}"

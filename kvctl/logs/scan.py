@@ -1,7 +1,8 @@
 """Searches logs of any size for known failures.
 
 A log is read in blocks of whole lines, and each pattern searches a block at once, which is several times faster than
-line by line. Bytes that are no text, colours and lines of any length do no harm.
+line by line; most blocks have none of the literals that a pattern needs, which is faster to see. Bytes that are no
+text, colours and lines of any length do no harm.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 
@@ -17,13 +18,21 @@ from kvctl.logs.signatures import Signature
 
 _BLOCK_BYTES = 1 << 20
 _LINE_BYTES = 1 << 18  # a longer line is cut
-_SHOWN = 400
-_GZIP = b"\x1f\x8b"
+_SHOWN, _SHOWN_BEFORE = 400, 100
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\))")
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_OTHERS = {
+    b"\xfd7zXZ\x00": ("xz", "xz -dc"),
+    b"BZh": ("bzip2", "bzip2 -dc"),
+    b"\x04\x22\x4d\x18": ("lz4", "lz4 -dc"),
+    b"PK\x03\x04": ("zip", "unzip -p"),
+}
+_MAGIC_BYTES = 6
+_PACKED_BYTES = 1 << 10  # of which zstd makes 32 MiB at most
 
 
 class LogError(Exception):
-    """A log cannot be read; the message names it."""
+    """A log cannot be read, or not to its end; the message does not name it."""
 
 
 @dataclass(slots=True)
@@ -33,7 +42,7 @@ class Match:
     Attributes:
         count: number of its lines.
         file, line: where the first one is; lines count from 1.
-        text: the first line, without colours, cut if it is long.
+        text: the first line, without colours, cut around the match if it is long.
         last: the last line, likewise.
     """
 
@@ -45,47 +54,61 @@ class Match:
     last: str
 
 
-def scan(logs: Iterable[tuple[str, BufferedReader]], known: Iterable[Signature]) -> list[Match]:
-    """Returns the known failures in some logs, the most severe first, of those the one that came first.
+class Scan:
+    """A search for known failures in one log after the other."""
 
-    Args:
-        logs: names and files, which may be compressed by gzip.
-        known: failures to search for.
+    def __init__(self, known: Iterable[Signature]) -> None:
+        self._known = tuple(known)
+        self._found: dict[str, tuple[int, Match]] = {}  # with the number of the log
+        self._logs = 0
 
-    Raises:
-        LogError: a file cannot be read, or its compressed data is damaged.
-    """
-    known = tuple(known)
-    found: dict[str, Match] = {}
-    for name, file in logs:
-        number = 1
+    def read(self, name: str, file: BufferedReader, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Searches one log; what was found before an error stays found.
+
+        Args:
+            file: may be compressed by gzip or zstd.
+            progress: called with the number of bytes that were searched, now and then.
+
+        Raises:
+            LogError: the file cannot be read, its compressed data is damaged, or is of another program.
+        """
+        self._logs += 1
+        number, nbytes = 1, 0
         try:
             for block in _blocks(file):
                 plain = _ANSI.sub(b"", block) if b"\x1b" in block else block
-                for signature in known:
-                    _search(plain, signature, name, number, found)
+                for signature in self._known:
+                    if any(literal in plain for literal in signature.literals):
+                        self._search(plain, signature, name, number)
                 number += block.count(b"\n")
+                nbytes += len(block)
+                progress(nbytes)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise LogError(f"{name}: its compressed data is damaged: {error}") from None
+            raise LogError(f"its compressed data is damaged: {error}") from None
         except OSError as error:
-            raise LogError(f"{name}: {error.strerror or error}") from None
-    return sorted(found.values(), key=lambda match: -match.signature.severity)
+            raise LogError(error.strerror or str(error)) from None
 
+    def found(self) -> list[Match]:
+        """Returns the known failures, the most severe first, of those the one that came first."""
+        ordered = sorted(self._found.values(), key=lambda each: (-each[1].signature.severity, each[0], each[1].line))
+        return [match for _, match in ordered]
 
-def _search(block: bytes, signature: Signature, name: str, number: int, found: dict[str, Match]) -> None:
-    begin = 0
-    while (hit := signature.pattern.search(block, begin)) is not None:
-        start = block.rfind(b"\n", 0, hit.start()) + 1
-        end = block.find(b"\n", hit.end())
-        begin = end = len(block) if end < 0 else end
-        text = block[start : min(end, start + 4 * _SHOWN)].decode("utf-8", "replace").strip()[:_SHOWN]
-        match = found.get(signature.code)
-        if match is None:
-            line = number + block.count(b"\n", 0, start)
-            found[signature.code] = Match(signature, 1, name, line, text, text)
-        else:
-            match.count += 1
-            match.last = text
+    def _search(self, block: bytes, signature: Signature, name: str, number: int) -> None:
+        begin = 0
+        while (hit := signature.pattern.search(block, begin)) is not None:
+            start = block.rfind(b"\n", 0, hit.start()) + 1
+            end = block.find(b"\n", hit.end())
+            begin = end = len(block) if end < 0 else end
+            line = number + block.count(b"\n", 0, start) if signature.code not in self._found else 0
+            if hit.end() - start > _SHOWN:
+                start = max(start, hit.start() - _SHOWN_BEFORE)
+            text = block[start : min(end, start + 4 * _SHOWN)].decode("utf-8", "replace").strip()[:_SHOWN]
+            if line:
+                self._found[signature.code] = self._logs, Match(signature, 1, name, line, text, text)
+            else:
+                _, match = self._found[signature.code]
+                match.count += 1
+                match.last = text
 
 
 def _blocks(file: BufferedReader) -> Iterator[bytes]:
@@ -105,7 +128,39 @@ def _blocks(file: BufferedReader) -> Iterator[bytes]:
 
 def _pieces(file: BufferedReader) -> Iterator[bytes]:
     """Yields the bytes of a file, decompressed if they are compressed."""
-    packed = file.peek(len(_GZIP)).startswith(_GZIP)
-    plain = gzip.GzipFile(fileobj=file) if packed else file
+    begin = file.peek(_MAGIC_BYTES)
+    if begin.startswith(_ZSTD):
+        yield from _unpacked(file)
+        return
+    for magic, (program, unpack) in _OTHERS.items():
+        if begin.startswith(magic):
+            raise LogError(f"is compressed by {program}, which kvctl does not read: {unpack} FILE | kvctl logs -")
+    plain = gzip.GzipFile(fileobj=file) if begin.startswith(_GZIP) else file
     while piece := plain.read(_BLOCK_BYTES):
         yield piece
+
+
+def _unpacked(file: BufferedReader) -> Iterator[bytes]:
+    """Yields the bytes of a file that zstd compressed, of any number of frames."""
+    import zstandard
+
+    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+    frame = unpacker.decompressobj()
+    pieces: list[bytes] = []
+    nbytes = 0
+    try:
+        while packed := file.read(_PACKED_BYTES):
+            while packed:
+                frame = unpacker.decompressobj() if frame.eof else frame
+                pieces.append(frame.decompress(packed))
+                nbytes += len(pieces[-1])
+                packed = frame.unused_data
+            if nbytes >= _BLOCK_BYTES:
+                yield b"".join(pieces)
+                pieces, nbytes = [], 0
+    except zstandard.ZstdError as error:
+        yield b"".join(pieces)
+        raise EOFError(str(error)) from None
+    yield b"".join(pieces)
+    if not frame.eof:
+        raise EOFError("it ends too early")

@@ -19,7 +19,7 @@ from kvctl.client.metrics.reader import MetricsReader
 from kvctl.client.metrics.scrape import ScrapeError, parse
 from kvctl.lab.bench import trace
 from kvctl.lab.replay.recordings import decode_inputs
-from kvctl.logs.scan import LogError, scan
+from kvctl.logs.scan import LogError, Scan
 from kvctl.logs.signatures import signatures
 from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
@@ -241,7 +241,7 @@ def metrics(data: bytes) -> None:
         answers = MetricsReader()._answers(Endpoint("server", None, remote="http://server:1/metrics"), rows)
         orjson.dumps(answers, option=orjson.OPT_NON_STR_KEYS)
     with contextlib.suppress(LogError):
-        scan([("log", BufferedReader(BytesIO(data)))], signatures())
+        Scan(signatures()).read("log", BufferedReader(BytesIO(data)))
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -45,6 +45,13 @@ def test_nothing_found(tmp_path: Path, kvctl: Any) -> None:
     assert (outcome.code, outcome.out, outcome.err) == (0, "✓ no known failure   1 file\n", "")
 
 
+def test_a_filter_that_hides_all(log: Path, kvctl: Any) -> None:
+    outcome = kvctl("logs", str(log), "-o", "table", "--filter", "engine=ucx")
+    assert outcome.code == 1
+    assert outcome.out.splitlines()[0] == "✗ 1 critical, 1 warning   1 file"
+    assert "no rows match --filter" in outcome.out
+
+
 def test_from_a_pipe(log: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvctl", "logs", "-", "-o", "tsv", "--columns", "code,file,line"],
@@ -60,9 +67,12 @@ def test_from_a_pipe(log: Path) -> None:
 def test_files_that_cannot_be_read(log: Path, kvctl: Any, tmp_path: Path) -> None:
     damaged = tmp_path / "old.log.gz"
     damaged.write_bytes(gzip.compress(log.read_bytes())[:-12])
-    outcome = kvctl("logs", str(log), str(damaged))
-    assert outcome.code == 1
+    outcome = kvctl("logs", str(damaged), str(log), "-o", "tsv", "--columns", "code,file")
+    assert (outcome.code, outcome.err.count("\n")) == (7, 1)
     assert outcome.err.startswith(f"kvctl: {damaged}: its compressed data is damaged")
+    assert f"sglang-prefill-lost\t{log}" in outcome.out
+    outcome = kvctl("logs", str(damaged), "-o", "table")
+    assert (outcome.code, "✓" in outcome.out) == (7, False)
     assert kvctl("logs", str(tmp_path / "none.log")).code == 2
     assert kvctl("logs").code == 2
     assert kvctl("logs", str(log), "-w").code == 2

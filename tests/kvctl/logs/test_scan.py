@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import random
 from typing import cast
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.logs import scan as module
-from kvctl.logs.scan import LogError, Match, scan
+from kvctl.logs.scan import LogError, Match, Scan
 from kvctl.logs.signatures import signatures
 from tests.kvctl.logs.test_signatures import LINES
 
@@ -20,9 +23,10 @@ NOISE = b'[2026-11-29 19:39:18] INFO:     127.0.0.1:54672 - "POST /generate HTTP
 
 
 def of(*logs: bytes) -> list[Match]:
-    return scan(
-        [(f"{number}.log", io.BufferedReader(io.BytesIO(log))) for number, log in enumerate(logs)], signatures()
-    )
+    scan = Scan(signatures())
+    for number, log in enumerate(logs):
+        scan.read(f"{number}.log", io.BufferedReader(io.BytesIO(log)))
+    return scan.found()
 
 
 def line(code: str) -> bytes:
@@ -70,13 +74,44 @@ def test_blocks_of_any_size(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert of(log) == whole
     assert {each.signature.code for each in whole} == LINES.keys()
     assert of(gzip.compress(log)) == whole
+    assert of(zstandard.compress(log[:999]) + zstandard.compress(log[999:])) == whole
+
+
+def test_of_equally_severe_ones_the_first_in_the_log_is_first() -> None:
+    """Whatever their order in the table is."""
+    for code, other in (("nixl-backend", "vllm-engine-died"), ("vllm-engine-died", "nixl-backend")):
+        found = of(NOISE + line(code) + NOISE + line(other), line("sglang-prefill-lost"))
+        assert [each.signature.code for each in found] == [code, other, "sglang-prefill-lost"]
 
 
 def test_damaged_compression() -> None:
-    packed = gzip.compress(NOISE * 1000 + line("nixl-backend"))
-    for damaged in (packed[:-20], packed[:30] + b"\xff" * 30 + packed[60:]):
-        with pytest.raises(LogError, match=r"0\.log: its compressed data is damaged"):
+    log = NOISE * 1000 + line("nixl-backend")
+    packed, frames = gzip.compress(log), zstandard.compress(log)
+    flipped = packed[:30] + b"\xff" * 30 + packed[60:], frames[:10] + b"\xff" * 10 + frames[20:]
+    for damaged in (packed[:-20], frames[:-5], *flipped):
+        with pytest.raises(LogError, match="its compressed data is damaged"):
             of(damaged)
+
+
+def test_what_was_found_before_the_damage_is_kept() -> None:
+    log = line("vllm-lease-expired") + random.Random(1).randbytes(4 << 20)
+    for damaged in (gzip.compress(log)[:-2000], zstandard.compress(log)[:-2000]):
+        scan = Scan(signatures())
+        with pytest.raises(LogError):
+            scan.read("old.log", io.BufferedReader(io.BytesIO(damaged)))
+        assert [each.signature.code for each in scan.found()] == ["vllm-lease-expired"]
+
+
+@pytest.mark.parametrize("packed", [lzma.compress(NOISE), bz2.compress(NOISE), b"PK\x03\x04" + NOISE])
+def test_other_compression_is_refused(packed: bytes) -> None:
+    with pytest.raises(LogError, match="which kvctl does not read"):
+        of(packed)
+
+
+def test_the_text_of_a_long_line_has_the_match() -> None:
+    (found,) = of(b"x" * 5000 + line("nixl-backend"))
+    assert "NIXL_ERR_BACKEND" in found.text
+    assert len(found.text) <= 400
 
 
 def test_a_line_without_end() -> None:
@@ -102,12 +137,13 @@ def test_a_large_log_takes_little_memory() -> None:
             return len(buffer)
 
     stream = cast(io.BufferedReader, io.BufferedReader(Log(), 1 << 20))
-    assert scan([("-", stream)], signatures()) == []
+    scan = Scan(signatures())
+    scan.read("-", stream)
+    assert scan.found() == []
 
 
 @given(st.binary(max_size=500), st.integers(min_value=0))
 def test_any_bytes(noise: bytes, seed: int) -> None:
     code = random.Random(seed).choice(sorted(LINES))
-    noise = noise.removeprefix(b"\x1f\x8b")
-    found = of(noise + b"\n" + line(code))
+    found = of(b" " + noise + b"\n" + line(code))
     assert code in {each.signature.code for each in found}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvctl.health.finding import Severity
-from kvctl.logs.signatures import signatures
+from kvctl.logs.signatures import literals, signatures
 
 LINES = tomllib.loads((Path(__file__).parent / "lines.toml").read_text())
 
@@ -41,3 +41,16 @@ def test_patterns_stay_within_a_line() -> None:
         for line in LINES.values():
             found = signature.pattern.search(line.encode() + b"\nnext line\n" + line.encode())
             assert found is None or b"\n" not in found[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (r"lost \(at: \S+ down|gone[.!]", (b"lost (at: ", b"gone")),
+        (r"ab?c+d*e{2}xy", (b"xy",)),
+        (r"(?:left|right) side (?:x|y\))", (b" side ",)),
+        (r"(?:a|b)", (b"",)),
+    ],
+)
+def test_literals(pattern: str, expected: tuple[bytes, ...]) -> None:
+    assert literals(pattern) == expected
