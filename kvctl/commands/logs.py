@@ -61,9 +61,10 @@ LOGS = View(
 def logs(settings: Settings, files: tuple[str, ...]) -> None:
     """Name the known failures in the logs of engines, with the line, its cause and the next step.
 
-    FILE is a log of SGLang, vLLM, NIXL, UCX, Mooncake or NCCL, also compressed by gzip or zstd; - is stdin. What matters to the
-    transfer of KV caches is searched for: lost servers, timeouts, expired leases, servers that do not fit together,
-    transports that are missing, memory that cannot be registered. A line that is not known is not reported.
+    FILE is a log of SGLang, vLLM, NIXL, UCX, Mooncake or NCCL, also compressed by gzip or zstd; - is stdin. What
+    matters to the transfer of KV caches is searched for: lost servers, timeouts, expired leases, servers that do not
+    fit together, transports that are missing, memory that cannot be registered. A line that is not known is not
+    reported.
 
     Contacts no agent. Exit codes: 0 nothing found, 1 a known failure, 7 a log could not be read to its end, whatever
     was found.
