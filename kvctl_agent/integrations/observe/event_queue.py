@@ -15,6 +15,7 @@ from kvctl_agent.telemetry.hub import Telemetry
 logger = logging.getLogger("kvctl")
 
 _MOST_EVENTS = 4096  # before `open`, and while they wait
+_MOST_WAITING = 1024  # for a turn, once they can be applied
 _WAIT_NS = 10_000_000
 _PUBLISH_NS = 1_000_000
 
@@ -47,6 +48,7 @@ class EventQueue:
         self._due_ns = self._publish_ns = 0
         self._tracker: EventTracker
         self._publisher: DocumentPublisher
+        self._dropped = 0
         self._failure = ""  # the latest one that was logged
 
     def open(self, tracker: EventTracker, publisher: DocumentPublisher) -> None:
@@ -57,8 +59,12 @@ class EventQueue:
 
     def add(self, method: Callable[..., None], at_ns: int, *arguments: Any) -> None:
         """Adds a call of a method of the tracker for an event at monotonic `at_ns`."""
-        self._events.append((method, at_ns, arguments))
-        if at_ns >= self._due_ns:
+        events = self._events
+        waiting = len(events)
+        if waiting == _MOST_EVENTS:
+            self._dropped += 1
+        events.append((method, at_ns, arguments))
+        if at_ns >= self._due_ns or waiting >= _MOST_WAITING:
             self._apply()
 
     def flush(self) -> None:
@@ -101,6 +107,12 @@ class EventQueue:
                         telemetry, text = tracker.telemetry, f"{type(error).__name__}: {error}"
                         telemetry.metrics.add("kvctl_internal_errors_total", 1)
                         telemetry.recorder.record("observe", f"an event was lost: {text}", "error")
+                if self._dropped:
+                    dropped, self._dropped = self._dropped, 0
+                    tracker.telemetry.metrics.add("kvctl_internal_errors_total", dropped)
+                    tracker.telemetry.recorder.record(
+                        "observe", f"{dropped} events were lost: too many at once", "error"
+                    )
                 tracker.telemetry.flush()
             except Exception as error:  # the hook, and the next events, go on
                 self._log(f"events of {self._engine} are not shown", error)

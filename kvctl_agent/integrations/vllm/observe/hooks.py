@@ -20,9 +20,11 @@ from kvctl_agent.integrations.vllm.observe.tracker import READ, WRITE, Posted, S
 
 WATCH = "_kvctl_watch"
 """Attribute of a worker half, and of its NIXL agent, that has its `Watch`."""
-_SEEN = "_kvctl_seen"
-"""Attribute of a scheduler half with what it has seen since its last step, and of the metadata of a step."""
-_MOST_SEEN = 4096
+_PENDING_EVENTS = "_kvctl_events"
+"""Attribute of a scheduler half with its events since its last step, and of the metadata of a step."""
+_DROPPED_EVENTS = "_kvctl_dropped"
+_MOST_ARRIVALS = 4096
+_MOST_EVENTS = 65536  # with the ends of requests: without its end, a room would stay
 _MOST_POSTED = 65536
 _HOOKS = "_kvctl_hooks"
 """Attribute of a hooked method with its hooks."""
@@ -94,22 +96,25 @@ def blocks_of(groups: Iterable[Any] | None) -> int:
 # ---- scheduler half --------------------------------------------------------------------------------------------
 
 
-def see(scheduler: Any, *event: Any) -> None:
-    """Keeps an event of a scheduler half for the workers."""
-    seen: list[Any] = vars(scheduler).setdefault(_SEEN, [])
-    if len(seen) < _MOST_SEEN:
-        seen.append(event)
+def record(scheduler: Any, name: str, at_ns: int, *arguments: Any) -> None:
+    """Keeps an event of a scheduler half for the workers; counts those for which there is no space."""
+    attributes = vars(scheduler)
+    events: list[Any] = attributes.setdefault(_PENDING_EVENTS, [])
+    if len(events) < (_MOST_EVENTS if name in ("held", "ended") else _MOST_ARRIVALS):
+        events.append((name, at_ns, *arguments))
+    else:
+        attributes[_DROPPED_EVENTS] = attributes.get(_DROPPED_EVENTS, 0) + 1
 
 
 def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
     params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
     if params.get("do_remote_decode"):
-        see(scheduler, "arrived", now_ns(), "prefill", request.request_id, "", tokens)
+        record(scheduler, "arrived", now_ns(), "prefill", request.request_id, "", tokens)
     elif params.get("do_remote_prefill"):
         remote = str(params.get("remote_request_id") or "")
-        see(scheduler, "arrived", now_ns(), "decode", request.request_id, remote, tokens)
+        record(scheduler, "arrived", now_ns(), "decode", request.request_id, remote, tokens)
     elif scheduler.vllm_config.kv_transfer_config.kv_role == "kv_consumer":
-        see(scheduler, "computed_here", now_ns())
+        record(scheduler, "computed_here", now_ns())
 
 
 def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request: Any, block_ids: Any) -> None:
@@ -117,30 +122,33 @@ def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request:
     if held:
         lease_s = scheduler._reqs_need_send.get(request.request_id, 0) - perf_counter()
         blocks = blocks_of((params or {}).get("remote_block_ids") or block_ids)
-        see(scheduler, "held", now_ns(), request.request_id, blocks, round(max(0.0, lease_s), 1))
+        record(scheduler, "held", now_ns(), request.request_id, blocks, round(max(0.0, lease_s), 1))
     elif request.kv_transfer_params:
-        see(scheduler, "ended", now_ns(), request.request_id, request.status.name not in _FINISHED)
+        record(scheduler, "ended", now_ns(), request.request_id, request.status.name not in _FINISHED)
 
 
 def build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> None:
-    """Adds what the scheduler half has seen to the metadata of a step."""
-    if seen := vars(scheduler).get(_SEEN):
-        setattr(metadata, _SEEN, tuple(seen))
-        seen.clear()
+    """Adds the events of the scheduler half to the metadata of a step."""
+    attributes = vars(scheduler)
+    if events := attributes.get(_PENDING_EVENTS):
+        if dropped := attributes.pop(_DROPPED_EVENTS, 0):
+            events.append(("dropped", now_ns(), dropped))
+        setattr(metadata, _PENDING_EVENTS, tuple(events))
+        events.clear()
 
 
 # ---- worker half -----------------------------------------------------------------------------------------------
 
 
 def begin_step(worker: Any, metadata: Any) -> Watch:
-    """Notes a step and adds what the scheduler half has seen; returns the worker's `Watch`."""
+    """Notes a step and adds the events of the scheduler half; returns the worker's `Watch`."""
     watch: Watch = getattr(worker, WATCH)
     if watch.turn is not None:
         watch.turn()
     elif watch.begin is not None:
         watch.begin(metadata)
-    if seen := vars(metadata).get(_SEEN):
-        _of_scheduler(watch, seen)
+    if events := vars(metadata).get(_PENDING_EVENTS):
+        _add_scheduler_events(watch, events)
     return watch
 
 
@@ -153,10 +161,10 @@ def _start_load_kv(worker: Any, metadata: Any) -> None:
         watch.events.add(Tracker.ended, now_ns(), request, True)
 
 
-def _of_scheduler(watch: Watch, seen: Iterable[tuple[Any, ...]]) -> None:
-    """Adds the events that the scheduler half has seen; another host has another clock."""
+def _add_scheduler_events(watch: Watch, events: Iterable[tuple[Any, ...]]) -> None:
+    """Adds events of the scheduler half; another host has another clock."""
     now = now_ns()
-    for name, at_ns, *arguments in seen:
+    for name, at_ns, *arguments in events:
         if name == "arrived":
             role, request, remote, tokens = arguments
             arguments = [role, request, base_id(request) if watch.push else remote or request, tokens]
@@ -169,6 +177,7 @@ _SCHEDULER_EVENTS: Mapping[str, Callable[..., None]] = {
     "computed_here": Tracker.computed_here,
     "held": Tracker.held,
     "ended": Tracker.ended,
+    "dropped": Tracker.dropped,
 }
 
 

@@ -19,7 +19,7 @@ from kvctl_agent.integrations.vllm.observe.hooks import (
     begin_step,
     blocks_of,
     build_connector_meta,
-    see,
+    record,
     transfer_results,
 )
 from kvctl_agent.integrations.vllm.observe.tracker import WRITE, Posted, Server, Tracker
@@ -37,19 +37,19 @@ def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
     params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
     transfer = str(params.get("transfer_id") or "")
     if params.get("do_remote_decode"):
-        see(scheduler, "arrived", now_ns(), "prefill", request.request_id, transfer, tokens)
+        record(scheduler, "arrived", now_ns(), "prefill", request.request_id, transfer, tokens)
     elif params.get("do_remote_prefill"):
-        see(scheduler, "arrived", now_ns(), "decode", request.request_id, transfer, tokens)
+        record(scheduler, "arrived", now_ns(), "decode", request.request_id, transfer, tokens)
     elif scheduler.is_kv_consumer:
-        see(scheduler, "computed_here", now_ns())
+        record(scheduler, "computed_here", now_ns())
 
 
 def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request: Any, block_ids: Any) -> None:
     if result[0]:
         _, kept = scheduler._reqs_need_send[request.request_id]
-        see(scheduler, "held", now_ns(), request.request_id, blocks_of(kept), lease_s())
+        record(scheduler, "held", now_ns(), request.request_id, blocks_of(kept), lease_s())
     elif request.kv_transfer_params:  # prefill sends the blocks of a prompt that ended with its only token
-        see(scheduler, "ended", now_ns(), request.request_id, request.status.name != "FINISHED_LENGTH_CAPPED")
+        record(scheduler, "ended", now_ns(), request.request_id, request.status.name != "FINISHED_LENGTH_CAPPED")
 
 
 def lease_s() -> float:

@@ -370,6 +370,11 @@ class Tracker:
         """A prompt reached this decode engine without parameters of a prefill engine, so that it computes it."""
         self.telemetry.metrics.add(RECOMPUTED, 1, "no-parameters")
 
+    def dropped(self, at_ns: int, events: int) -> None:
+        """The scheduler half had no space for some events of one step."""
+        self.telemetry.metrics.add("kvctl_internal_errors_total", events)
+        self._note("observe", f"{events} events of one step of the scheduler were lost", "error", at_ns=at_ns)
+
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
     def _finish(self, request: str, at_ns: int, state: RoomState, stage: str, detail: str = "") -> None:

@@ -99,6 +99,25 @@ def test_a_number_that_no_room_can_have_costs_its_records_alone(room: Any) -> No
     assert [found["room"] for found in folded(seen.telemetry).rooms.rows(None, 9)] == ["7"]
 
 
+def test_events_that_find_no_space_are_counted() -> None:
+    queue = EventQueue()
+    for number in range(4096 + 5):
+        queue.add(Tracker.status_changed, 1, 7, SUCCESS if number < 4096 else WAITING)
+    seen = opened(queue)
+    assert counter(seen, "kvctl_internal_errors_total") == 5
+    assert "5 events were lost" in folded(seen.telemetry).recorder.since(None, 9)["events"][-1]["text"]
+
+
+def test_many_events_do_not_wait_for_a_turn() -> None:
+    queue = EventQueue()
+    seen = opened(queue)
+    queue.add(Tracker.status_changed, time.monotonic_ns() + 60_000 * MS, 7, WAITING)
+    for _ in range(5000):
+        queue.add(Tracker.parked, 1, 7)
+    assert len(queue._events) <= 1024
+    assert counter(seen, "kvctl_internal_errors_total") == 0
+
+
 def test_a_thread_leaves_its_event_to_the_one_that_is_at_them() -> None:
     queue = EventQueue()
     seen, inside, go_on = opened(queue), threading.Event(), threading.Event()

@@ -324,11 +324,25 @@ def test_methods_that_a_release_does_not_have_are_named_and_the_others_hooked(
     assert len(prefill.rooms()) == 1
 
 
-def test_the_scheduler_half_keeps_few_events_for_a_step_that_never_comes(engine: Callable[..., Engine]) -> None:
+def test_a_step_with_too_many_arrivals_counts_those_it_leaves_out_and_ends_the_others(
+    engine: Callable[..., Engine],
+) -> None:
     prefill = engine("Pull", "prefill")
-    for number in range(5000):
+    prefill.scheduler.on_new_request(request("p-first", do_remote_decode=True))
+    prefill.step()
+    assert len(prefill.tracker.rooms) == 1
+    for number in range(4106):
         prefill.scheduler.on_new_request(request(f"p-{number}", do_remote_decode=True))
-    assert len(vars(prefill.scheduler)["_kvctl_seen"]) == 4096
+    asked = [request(name, Status.FINISHED_ABORTED, do_remote_decode=True) for name in ("p-first", "p-1")]
+    for each in asked:
+        prefill.scheduler.request_finished(each, ([1],))
+    assert len(vars(prefill.scheduler)[hooks._PENDING_EVENTS]) == 4096 + 2
+    prefill.step()
+    assert len(prefill.tracker.rooms) == 4096 - 1
+    assert not {"p-first", "p-1"} & set(prefill.tracker.rooms)
+    assert prefill.counted("kvctl_internal_errors_total") == 10
+    prefill.step()
+    assert prefill.counted("kvctl_internal_errors_total") == 10
 
 
 # ---- observation begins ------------------------------------------------------------------------------------------
