@@ -13,13 +13,11 @@ from typing import Any
 
 import msgspec
 
-from kvctl.lab.preflight.messages import COMMANDS
+from kvctl.lab.preflight import messages
 from kvctl.lab.ranks.__main__ import block_torch
 from kvctl.lab.ranks.messages import Fatal, LineBuffer, LineTooLong
 
 _GRACE_S = 5.0
-_SILENCE_S = 900.0
-"""Longest time without a command: a client whose host is gone closes no connection."""
 _READ_BYTES = 1 << 16
 _IDLE_S = 0.005
 _ATTENTIVE_S = 0.0002
@@ -31,7 +29,7 @@ def main() -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, _ended)
-    faulthandler.dump_traceback_later(_SILENCE_S, exit=True)
+    faulthandler.dump_traceback_later(messages.SILENCE_S, exit=True)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(inbox, threading.main_thread()), name="preflight-stdin", daemon=True).start()
     block_torch()
@@ -45,18 +43,18 @@ def main() -> int:
             except queue.Empty:
                 worker.progress()
                 continue
-            faulthandler.dump_traceback_later(_SILENCE_S, exit=True)
             message: dict[str, Any] = msgspec.json.decode(line)
-            command = msgspec.convert(message["args"], COMMANDS[message["do"]])
-            _tell(answers, "answer", worker.handle(command))
+            command = msgspec.convert(message["args"], messages.COMMANDS[message["do"]])
+            if not isinstance(command, messages.KeepAlive):
+                _send(answers, "answer", worker.handle(command))
     except Exception as error:
-        _tell(answers, "fatal", Fatal(code=type(error).__name__, message=str(error)))
+        _send(answers, "fatal", Fatal(code=type(error).__name__, message=str(error)))
         return 1
     finally:
         worker.close()
 
 
-def _tell(answers: int, kind: str, data: Any) -> None:
+def _send(answers: int, kind: str, data: Any) -> None:
     view = memoryview(msgspec.json.encode({"kind": kind, "data": data}) + b"\n")
     while view:
         view = view[os.write(answers, view) :]
@@ -66,6 +64,7 @@ def _read(inbox: queue.SimpleQueue[bytes], main_thread: threading.Thread) -> Non
     lines = LineBuffer()
     try:
         while data := os.read(0, _READ_BYTES):
+            faulthandler.dump_traceback_later(messages.SILENCE_S, exit=True)  # here: a command may take longer
             for line in lines.feed(data):
                 inbox.put(line)
     except (OSError, LineTooLong):

@@ -109,8 +109,9 @@ def _judge_row(row: dict[str, Any], rows: Sequence[Mapping[str, Any]], results: 
     elif written.get("error"):
         row["verdict"], row["problem"] = "critical", written["error"]
     elif not written:
-        row["verdict"] = "critical" if failed or broken else "unknown"
-        row["problem"] = failed or broken or "not measured"
+        why = failed or results.left_out.get(key, "") or broken
+        row["verdict"] = "critical" if why else "unknown"
+        row["problem"] = why or "not measured"
     else:
         alike = [each for each in rows if each["round"] == row["round"] and _within(each) == _within(row)]
         rates = sorted(each["gb_per_s"] for each in alike)

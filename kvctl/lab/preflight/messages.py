@@ -1,7 +1,7 @@
-"""Commands from `kvctl preflight` to the process of a rank; each has one answer, a JSON object.
+"""Commands from `kvctl preflight` to the process of a rank; each but KeepAlive has one answer, a JSON object.
 
 The channel is that of `kvctl.lab.ranks`: lines of JSON, `{"do": <command name>, "args": {...}}` to the process and a
-`Message` from it. At the end of its standard input the process exits.
+`Message` from it. The process exits at the end of its standard input, and `SILENCE_S` after the last bytes from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvctl.lab.ranks.request import Role
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Opens the transport and tells the state of the host.
+    """Opens the transport; the answer describes the process, its memory and its host.
 
     Args:
         params: the transport's parameters, as `transport_params`.
@@ -44,6 +44,13 @@ class Clock:
     """Asks for the wall clock."""
 
     do: ClassVar[str] = "clock"
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Shows that the client still runs; the only command without an answer."""
+
+    do: ClassVar[str] = "keep_alive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,5 +101,11 @@ class Devices:
     peers: tuple[str, ...] = ()
 
 
-Command = Begin | Clock | Reach | Expect | Write | Check | Devices
+SILENCE_S = 150.0
+"""Longest time without a command: a client whose host is gone closes no connection.
+
+An engine may hold the GIL while the kernel tries to connect, which takes up to 127 s.
+"""
+
+Command = Begin | Clock | KeepAlive | Reach | Expect | Write | Check | Devices
 COMMANDS: dict[str, type[Command]] = {kind.do: kind for kind in get_args(Command)}

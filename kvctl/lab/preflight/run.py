@@ -26,7 +26,9 @@ START_S = 90.0
 """Longest time to log in, start Python and import an engine, on a host that does it for several ranks."""
 _STARTS_AT_ONCE = 8  # of one host; sshd refuses more than ten connections that have not logged in
 _ANSWER_S = 10.0
+_KEEP_ALIVE_S = 30.0
 _CLOCK_ROUNDS = 4
+_ENOUGH_FAILURES = 2
 _MODULE = ("-m", "kvctl.lab.preflight")
 HOST_WORD = "{host}"
 
@@ -119,6 +121,7 @@ class Results:
         clocks: clock of each host, by the rank that leads it.
         links: answers of `reach` for each port, by (source host, target host).
         writes: latest answer to `Write` with `wrong_bytes` and the `round`, by (prefill rank, decode rank).
+        left_out: why pairs of ranks that take part were not measured, by (prefill rank, decode rank).
         devices: answers to `Devices` at the end, by rank.
     """
 
@@ -128,6 +131,7 @@ class Results:
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
     links: dict[tuple[str, str], list[Mapping[str, Any]]] = field(default_factory=dict)
     writes: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    left_out: dict[tuple[str, str], str] = field(default_factory=dict)
     devices: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -157,6 +161,9 @@ class Preflight:
         self._token = secrets.token_hex(16)
         self._group = RankGroup()
         self._round = 0
+        self._measured: set[tuple[str, str]] = set()
+        self._unfinished: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        self._keep_alive_at = time.monotonic() + _KEEP_ALIVE_S
         self.results = Results()
 
     def __enter__(self) -> Preflight:
@@ -186,7 +193,19 @@ class Preflight:
             chosen = list(_disjoint(left, lambda name: self._ranks[name].host))
             self._progress(f"measuring pair {count - len(left) + 1} to {count - len(left) + len(chosen)} of {count}")
             left = [pair for pair in left if pair not in chosen]
-            self._measure_at_once([pair for pair in chosen if self.results.failed.keys().isdisjoint(pair)])
+            ready = [pair for pair in chosen if self._is_ready(pair)]
+            self._measure_at_once(ready)
+            # A write that was given up may have landed in the memory of its decode rank meanwhile.
+            unfinished = {decode for pairs in self._unfinished.values() for _, decode in pairs}
+            wrong = [pair for pair in ready if self.results.writes.get(pair, {}).get("wrong_bytes")]
+            self._measure_at_once([pair for pair in wrong if pair[1] in unfinished])
+            for pair in ready:
+                if pair in self.results.writes:
+                    ends = self._ends(pair)
+                    if self.results.writes[pair]["error"]:
+                        self._unfinished.setdefault(ends, []).append(pair)
+                    else:
+                        self._measured.add(ends)
 
     def _start(self) -> None:
         of_host: dict[str, list[PlannedRank]] = {}
@@ -222,11 +241,11 @@ class Preflight:
         for _ in range(_CLOCK_ROUNDS):
             for name in leaders:  # one after the other: the answers of others would lengthen the round trip
                 sent_ns = time.time_ns()
-                answer = self._ask({name: messages.Clock()}, _ANSWER_S, "telling its clock")
+                answer = self._ask({name: messages.Clock()}, _ANSWER_S, "reading its clock")
                 if name in answer:
                     clock = estimate(sent_ns, time.time_ns(), answer[name]["now_ns"])
-                    known = self.results.clocks.get(name)
-                    if known is None or clock.error_ns < known.error_ns:
+                    best = self.results.clocks.get(name)
+                    if best is None or clock.error_ns < best.error_ns:
                         self.results.clocks[name] = clock
 
     def _reach(self) -> None:
@@ -308,11 +327,28 @@ class Preflight:
             left_s = deadline - time.monotonic()
             if not waiting or left_s <= 0:
                 break
+            if time.monotonic() > self._keep_alive_at:
+                self._keep_alive_at = time.monotonic() + _KEEP_ALIVE_S
+                for process in self._group.running:
+                    process.send(messages.KeepAlive())
             self._group.poll(min(left_s, TICK_S))
         for name, process in waiting.items():
             last = _last_line(process.last_output)
             self.results.failed[name] = f"it has not finished {doing} within {timeout_s:g} s; {last}"
         return answers
+
+    def _is_ready(self, pair: tuple[str, str]) -> bool:
+        """Returns whether a pair is worth its time: of hosts between which only failures are seen, two pairs are."""
+        ends = self._ends(pair)
+        failed = self._unfinished.get(ends, [])
+        if len(failed) >= _ENOUGH_FAILURES and ends not in self._measured:
+            names = " and ".join(f"{prefill} → {decode}" for prefill, decode in failed[:_ENOUGH_FAILURES])
+            self.results.left_out[pair] = f"not measured, because {names} between the same hosts failed"
+            return False
+        return self.results.failed.keys().isdisjoint(pair)
+
+    def _ends(self, pair: tuple[str, str]) -> tuple[str, str]:
+        return self._host(pair[0]), self._host(pair[1])
 
     def _alive(self) -> list[str]:
         return [name for name in self.results.begun if name not in self.results.failed]
@@ -329,7 +365,7 @@ class Preflight:
 
     def _reachable(self, prefill: str, decode: str) -> bool:
         """Returns whether two ranks can be measured. A host that could listen on no port may yet be reached."""
-        ends = self._host(prefill), self._host(decode)
+        ends = self._ends((prefill, decode))
         if not {prefill, decode} <= set(self._alive()):
             return False
         links = [*self.results.links.get(ends, ()), *self.results.links.get((ends[1], ends[0]), ())]

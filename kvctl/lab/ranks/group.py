@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import secrets
 import selectors
@@ -110,20 +111,23 @@ class RankGroup:
     Attributes:
         prefix: prefix of the rank names; "" unless another agent on this machine already uses one of the names.
         names: names of the ranks, with the prefix.
-        directory: private temporary directory of the fleet; `close` removes it.
+        directory: private temporary directory of the fleet, made when it is first used; `close` removes it.
         processes: the latest process of each rank that was started, by name.
         running: processes that have not exited.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """Creates the private directory; starts no process yet. `names` are those of the ranks, without the prefix."""
+        """Starts no process yet. `names` are those of the ranks, without the prefix."""
         self.prefix = _free_prefix(names)
         self.names = [self.prefix + name for name in names]
-        self.directory = Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_short_temporary_directory()))
         self.processes: dict[str, RankProcess] = {}
         self.running: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
         self._closed = False
+
+    @functools.cached_property
+    def directory(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix=FLEET_PREFIX, dir=_short_temporary_directory()))
 
     def launch(
         self,
@@ -140,9 +144,11 @@ class RankGroup:
         Args:
             environment: environment variables to add to those of this process.
             program: command line of the process, without the options that `RankProcess` adds.
-            stdio: as for `RankProcess`.
+            stdio: as for `RankProcess`; the process may run on another host, and does not use `directory`.
         """
-        inherited = {**os.environ, "TMPDIR": str(self.directory), "PYTHONUNBUFFERED": "1"}
+        inherited = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if not stdio:
+            inherited["TMPDIR"] = str(self.directory)
         with _signals_deferred():
             process = self.processes[name] = RankProcess(
                 name, {**inherited, **(environment or {})}, program, stdio=stdio
@@ -203,7 +209,8 @@ class RankGroup:
                 self._selector.close()
                 for name in self.names:
                     _remove_leftovers(name)
-                shutil.rmtree(self.directory, ignore_errors=True)
+                if "directory" in vars(self):
+                    shutil.rmtree(self.directory, ignore_errors=True)
         return {name: rank.returncode or 0 for name, rank in self.processes.items()}
 
     def __enter__(self) -> Self:

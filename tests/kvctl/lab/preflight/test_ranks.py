@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from kvctl.lab.preflight import run as run_module
 from kvctl.lab.preflight.judge import pair_rows
 from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results
 from kvctl.lab.ranks.request import Role
@@ -120,3 +123,83 @@ print(json.dumps(dict(kind="fatal", data=dict(code="TransportError", message="it
     results = run({"p": fails}, {"d": USUAL}).results
     assert results.failed["p"] == "it cannot be opened (TransportError); its last output: UCX  ERROR no such device"
     assert results.heard == {"p", "d"}
+
+
+def test_ranks_without_commands_are_kept_alive(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "_KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(run_module, "START_S", 30.0)
+    idle = """
+for do, args in commands():
+    if do == "keep_alive":
+        open(f"{directory}/alive", "w").close()
+    else:
+        usual(do, args)
+"""
+    busy = """
+while not os.path.exists(f"{directory}/alive"):
+    time.sleep(0.01)
+for do, args in commands():
+    if do != "keep_alive":
+        usual(do, args)
+"""
+    outcome = run({"p": idle}, {"d": busy})
+    assert outcome.results.failed == {}
+    assert outcome.rows["p", "d"]["verdict"] == "ok"
+
+
+def test_a_rank_that_hears_nothing_ends() -> None:
+    code = """
+import sys
+from kvctl.lab.preflight import messages
+messages.SILENCE_S = 0.5
+from kvctl.lab.preflight.__main__ import main
+sys.exit(main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as rank:
+        assert rank.wait(60.0) != 0  # its standard input stays open
+
+
+def test_pairs_of_blocked_hosts_are_left_out_after_two(run: Run) -> None:
+    blocked = """
+for do, args in commands():
+    if do == "write" and host.startswith("p"):
+        answer(WRITTEN | dict(error="no way", crc32=None, nbytes=0))
+    else:
+        usual(do, args)
+"""
+    outcome = run({"p": blocked}, {"d": USUAL}, 3)
+    assert len(outcome.results.writes) == 2
+    assert {row["verdict"] for row in outcome.rows.values()} == {"critical"}
+    problems = [row["problem"] for row in outcome.rows.values()]
+    assert sum(each.startswith("not measured, because p-0 → d-0") for each in problems) == 7
+
+
+@pytest.mark.parametrize(("wrong", "verdict"), [(1, "ok"), (2, "critical")])
+def test_bytes_that_may_be_those_of_an_earlier_write_are_compared_again(wrong: int, verdict: str, run: Run) -> None:
+    late = """
+for do, args in commands():
+    if do == "write":
+        answer(WRITTEN | dict(error="a write was not complete", crc32=None, nbytes=0))
+    else:
+        usual(do, args)
+"""
+    decode = f"""
+checks = 0
+for do, args in commands():
+    checks += do == "check"
+    if do == "check":
+        answer(dict(crc32=1 if checks > 1 + {wrong} else 2))
+    else:
+        usual(do, args)
+"""
+    outcome = run({"late": late, "next": USUAL}, {"d": decode})
+    assert (outcome.rows["late", "d"]["verdict"], outcome.rows["next", "d"]["verdict"]) == ("critical", verdict)
+    assert outcome.results.writes["next", "d"]["wrong_bytes"] == (verdict == "critical")
+
+
+def test_a_preflight_has_no_temporary_directory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/missing")
+    outcome = run({"p": USUAL}, {"d": USUAL})
+    assert outcome.rows["p", "d"]["verdict"] == "ok"
