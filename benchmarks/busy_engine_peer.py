@@ -83,7 +83,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     latencies_ms = sorted(1e3 * (done[room] - sent[room]) for room in done)
     arrivals, successes = _arrivals(given.rate, len(done), given.seed), sorted(done.values())
     row = {
-        "busy_engine": "off" if given.idle else f"prefill:{given.kind}",
+        "busy_engine": "off" if given.idle else "prefill" if given.kind == ENGINE_KINDS[0] else f"prefill:{given.kind}",
         "rooms": len(done),
         "verified": json.loads(ran.stdout.splitlines()[-1])["bad"] == 0,
         "asked_rooms_per_s": (len(arrivals) - 1) / arrivals[-1],

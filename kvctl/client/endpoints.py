@@ -73,6 +73,11 @@ class Endpoint:
         return self.remote or f"{_IPC}{self.path}"
 
     @property
+    def shown_address(self) -> str:
+        """Address for people and documents, without what may be a secret."""
+        return public(self.address)
+
+    @property
     def metrics(self) -> bool:
         """Whether it is not an agent, but the URL of an engine's metrics."""
         return self.remote.startswith(_HTTP)
@@ -244,7 +249,9 @@ def endpoint_of(text: str) -> Endpoint:
 
 
 def public(url: str) -> str:
-    """Returns a URL without user, password, query and fragment, which may be secrets."""
+    """Returns the URL of metrics without user, password, query and fragment, which may be secrets; others unchanged."""
+    if not url.startswith((METRICS, *_HTTP)):
+        return url
     before, separator, rest = url.partition("://")
     place, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
     return f"{before}{separator}{place.rpartition('@')[2]}{slash}{path}"

@@ -59,6 +59,12 @@ def stopped(agent: str, pid: int) -> Fault:
     return Fault(agent, FaultCode.STOPPED, f"its process {pid} is stopped; `kill -CONT {pid}` lets it go on")
 
 
+def metrics_only(agent: str, command: str) -> Fault:
+    """Returns the fault of an engine without an agent, whose metrics do not answer a command."""
+    text = f"exports only metrics: {command} needs an agent in the server"
+    return Fault(agent, FaultCode.METRICS_ONLY, text)
+
+
 def timed_out(agent: str, timeout_ns: int, *, local: bool) -> Fault:
     """Returns the fault of an agent that did not answer in time; a local one whose process is known to run.
 

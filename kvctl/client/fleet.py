@@ -116,7 +116,7 @@ class Survey:
         gone = sorted(self.discovery.vanished, key=lambda each: each.seen_ns, reverse=True)
         lines = [
             f"{each.endpoint.name}{f' on {each.host}' if each.host else ''} vanished {ago(self.at_ns - each.seen_ns)} "
-            f"ago, last at {each.endpoint.address}"
+            f"ago, last at {each.endpoint.shown_address}"
             for each in gone[:_VANISHED_SHOWN]
         ]
         more = len(gone) - len(lines)
@@ -501,7 +501,7 @@ def _excused(reply: Reply, calls: Sequence[Call]) -> bool:
     """Returns whether a fault is none: an older agent lacks an optional command, an engine has only metrics."""
     lacking = {ErrorCode.UNKNOWN_COMMAND, FaultCode.NOT_CAPTURED}
     if reply.fault is not None and reply.fault.code == FaultCode.METRICS_ONLY:
-        return any(call.command in _METRICS_COMMANDS for call in calls)
+        return any(call.command in _METRICS_COMMANDS and not call.optional for call in calls)
     return reply.call.optional and reply.fault is not None and reply.fault.code in lacking
 
 

@@ -25,7 +25,7 @@ import orjson
 from kvctl.client import bundles
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
-from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.endpoints import Discovery, Endpoint, public
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import FINISHED, Survey, gather, room_rows
@@ -112,7 +112,7 @@ class RecordedSnapshot:
 def text_endpoint(endpoint: Endpoint) -> Endpoint:
     """Returns the endpoint with texts that JSON can encode; file names may contain any bytes."""
     path = None if endpoint.path is None else Path(utf8(str(endpoint.path)))
-    return Endpoint(utf8(endpoint.name), path, remote=endpoint.remote, host_name=utf8(endpoint.host_name))
+    return Endpoint(utf8(endpoint.name), path, remote=public(endpoint.remote), host_name=utf8(endpoint.host_name))
 
 
 def text_fault(fault: Fault) -> Fault:

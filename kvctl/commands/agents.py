@@ -134,7 +134,7 @@ def _read(survey: Survey) -> Report:
             "rtt_ns": agent.rtt_ns,
             "clock_offset_ns": agent.clock.offset_ns,
             "clock_error_ns": agent.clock.error_ns,
-            "endpoint": agent.endpoint.address,
+            "endpoint": agent.endpoint.shown_address,
         }
         for agent in survey.agents
     ]
@@ -156,7 +156,7 @@ def _read(survey: Survey) -> Report:
             "host": each.host or None,
             "state": "vanished",
             "vanished_ns": survey.at_ns - each.seen_ns,
-            "endpoint": each.endpoint.address,
+            "endpoint": each.endpoint.shown_address,
         }
         for each in survey.discovery.vanished
     ]

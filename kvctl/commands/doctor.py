@@ -189,6 +189,9 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, urls: 
         raise click.UsageError("--url examines servers that run: omit --host-only, --from and COMMAND")
     if command and settings.from_file is not None:
         raise click.UsageError("a command is checked on this host, --from reads a recorded fleet: use one of them")
+    endpoints = [url if "://" in url else f"http://{url}" for url in urls]
+    if not all(url.startswith(("http://", "https://", "metrics://")) for url in endpoints):
+        raise click.UsageError("--url takes http://, https:// or metrics:// addresses; for those of agents, use -e")
     output = Output(settings)
     output.selection(DOCTOR)
     if host_only or command:
@@ -203,7 +206,6 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, urls: 
         output.emit(report)
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
     if urls:
-        endpoints = [url if "://" in url else f"http://{url}" for url in urls]
         settings = replace(settings, endpoints=(*settings.endpoints, *endpoints))
     query = health_watch(settings, earlier(settings))
     with source(settings) as fleet:

@@ -55,4 +55,9 @@ def layers(settings: Settings, room: str | None) -> None:
             report.failure = f"no agent knows room {room}; see kvctl rooms, and kvctl rooms history for finished ones"
         return report
 
-    run(settings, LAYERS, (Call("layers", {"room": room}), *([Call("status")] if room is None else [])), read)
+    run(
+        settings,
+        LAYERS,
+        (Call("layers", {"room": room}), *([Call("status", optional=True)] if room is None else [])),
+        read,
+    )

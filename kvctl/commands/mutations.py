@@ -11,7 +11,7 @@ import click
 
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
-from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.faults import Fault, FaultCode, metrics_only
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live, live_only, no_agent
@@ -171,7 +171,9 @@ def permitted(agents: Sequence[AgentAnswer], call: Call, faults: list[Fault]) ->
     able: list[AgentAnswer] = []
     for agent in agents:
         level = agent.hello["level"]
-        if Level[level.upper()] >= needed:
+        if agent.endpoint.metrics:
+            faults.append(metrics_only(agent.name, call.command))
+        elif Level[level.upper()] >= needed:
             able.append(agent)
         else:
             text = f"{call.command} needs level {needed.label}, but your level is {level}"

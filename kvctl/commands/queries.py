@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import missing
+from kvctl.client.endpoints import missing, public
 from kvctl.client.faults import Fault, FaultCode, exit_code, lines
 from kvctl.client.fleet import Fleet, Source, Survey
 from kvctl.commands.output import Output
@@ -124,7 +124,7 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
 def conclude(output: Output, settings: Settings, survey: Survey, report: Report) -> ExitCode:
     """Prints the errors and notes of a report on stderr, and returns the exit code."""
     for agent in survey.agents:
-        output.detail(f"{agent.name}: answered in {agent.rtt_ns / 1e6:.2f} ms ({agent.endpoint.address})")
+        output.detail(f"{agent.name}: answered in {agent.rtt_ns / 1e6:.2f} ms ({agent.endpoint.shown_address})")
     for endpoint in survey.discovery.stale:
         output.detail(f"{endpoint.name}: stale socket {endpoint.path}")
     for line in lines(report.faults, survey.hosts):
@@ -152,7 +152,7 @@ def no_agent(settings: Settings, survey: Survey) -> Fault:
     elif settings.from_file is not None:
         text = f"{settings.from_file} contains no agent: no agent was running when it was recorded"
     elif settings.endpoints:
-        text = f"{', '.join(settings.endpoints)}: no agent is named there"
+        text = f"{', '.join(map(public, settings.endpoints))}: no agent is named there"
     else:
         stale = len(survey.discovery.stale)
         note = f" ({stale} stale socket{'s' * (stale != 1)}: kvctl agents)" if stale else ""

@@ -55,7 +55,7 @@ def _read(survey: Survey, own: dict[str, Any]) -> Report:
     rows = [own]
     for agent in survey.agents:
         reported = {"version": agent.hello["version"], "protocol": agent.hello["protocol"], "python": None}
-        rows.append({"component": agent.name, **reported, "endpoint": agent.endpoint.address})
+        rows.append({"component": agent.name, **reported, "endpoint": agent.endpoint.shown_address})
     others = sorted({agent.hello["version"] for agent in survey.agents} - {VERSION})
     notes = [f"agents of another version than this kvctl: {', '.join(others)}"] if others else []
     return Report(VERSIONS, rows, len(survey.agents), survey.faults, notes=notes)

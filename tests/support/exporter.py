@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +14,12 @@ RECORDED = Path(__file__).parent / "metrics"
 def recorded(name: str) -> str:
     """Returns the metrics of a server, as far as kvctl reads them: `ENGINE-ROLE-STATE`, recorded from real servers."""
     return (RECORDED / f"{name}.txt").read_text()
+
+
+def closed_port() -> int:
+    """Returns a port of 127.0.0.1 that was just closed, on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 class Exporter:

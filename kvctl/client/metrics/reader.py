@@ -15,7 +15,7 @@ from typing import Any
 from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint, public
 from kvctl.client.fanout import Reply
-from kvctl.client.faults import Fault, FaultCode
+from kvctl.client.faults import Fault, FaultCode, metrics_only
 from kvctl.client.metrics.names import ALIVE, Families, Moved, Use, exported, moved, reads_prefill, totals
 from kvctl.client.metrics.scrape import ScrapeError, scrape
 from kvctl_agent.contract.admin import PROTOCOL_MAX, PROTOCOL_MIN
@@ -84,8 +84,7 @@ class MetricsReader:
         elif call.command in answers:
             data = answers[call.command]
         else:
-            text = f"exports only metrics: {call.command} needs an agent in the server"
-            fault = Fault(endpoint.name, FaultCode.METRICS_ONLY, text)
+            fault = metrics_only(endpoint.name, call.command)
         return Reply(endpoint, call, data, fault, sent_at_ns, sent_at_ns + took_ns, took_ns)
 
     def _answers(self, endpoint: Endpoint, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -236,6 +237,8 @@ def _explain(fault: Fault, endpoint: Endpoint | None, host: HostView | None) -> 
     elif host is not None and (silent := _silent_process(endpoint, host)) is not None:
         text, remedy = f"{text.partition(': ')[0]}: {silent[0]}", silent[1]
     agents = (fault.agent,) if fault.agent else ()
+    if not remedy and endpoint is not None and endpoint.metrics:
+        remedy = f"`curl -m 10 {shlex.quote(endpoint.shown_address)}` shows whether it answers this host"
     remedy = remedy or "`kvctl agents` shows which agents answer"
     return Finding(fault.code, Severity.CRITICAL, fault.agent or "agents", agents, text, remedy)
 

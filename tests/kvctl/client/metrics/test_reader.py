@@ -19,7 +19,7 @@ from kvctl.client.metrics.reader import MetricsReader
 from kvctl.client.metrics.scrape import parse
 from kvctl.errors import CliError
 from kvctl_agent.contract.snapshots import Status
-from tests.support.exporter import Exporter, recorded
+from tests.support.exporter import Exporter, closed_port, recorded
 from tests.support.http_answers import serving
 
 S = 1_000_000_000
@@ -207,10 +207,11 @@ def test_what_metrics_do_not_answer_is_a_fault() -> None:
 
 
 def test_a_server_that_does_not_answer_beside_one_that_does() -> None:
+    place = f"127.0.0.1:{closed_port()}"
     with Exporter(recorded("sglang-prefill")) as server:
-        found = survey(server.url, "metrics://127.0.0.1:1")
+        found = survey(server.url, f"metrics://{place}")
     assert [agent.name for agent in found.agents] == [server.place]
-    assert [(fault.agent, fault.code) for fault in found.faults] == [("127.0.0.1:1", FaultCode.UNREACHABLE)]
+    assert [(fault.agent, fault.code) for fault in found.faults] == [(place, FaultCode.UNREACHABLE)]
 
 
 def test_many_at_once() -> None:

@@ -61,7 +61,9 @@ def test_interruptions_beside_an_idle_agent_are_not_the_rooms_doing(host: Host) 
 
 @pytest.mark.parametrize("kind", ENGINE_KINDS)
 def test_every_kind_is_measured(kind: str) -> None:
-    times = measure_idle(kind, 0.2)
+    times, end = measure_idle(kind, 0.2), time.monotonic() + 60
+    while times["iterations"] < 5 and time.monotonic() < end:  # a busy machine runs few in that time
+        times = measure_idle(kind, 0.2)
     assert 0 < times["undisturbed_ns"] <= times["iterations"] * times["longest_ns"]
     assert times["longest_ns"] <= times["ns"]
 
