@@ -201,7 +201,8 @@ def ended(fold: Fold) -> FoldedRoom:
     return record
 
 
-def test_spans_that_the_collector_does_not_take_are_counted() -> None:
+def test_spans_that_the_collector_does_not_take_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvctl_agent.observer.opentelemetry._CLOSE_S", PATIENCE_S)
     fold = fold_of("decode")
     spans = RoomSpans(URL, "decode-0", "decode", fold, _Gone())
     spans.start()
@@ -211,7 +212,8 @@ def test_spans_that_the_collector_does_not_take_are_counted() -> None:
     assert fold.metrics.total("kvctl_spans_dropped_total") == 700 * 4
 
 
-def test_spans_for_which_a_slow_collector_leaves_no_space_are_counted() -> None:
+def test_spans_for_which_a_slow_collector_leaves_no_space_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvctl_agent.observer.opentelemetry._CLOSE_S", PATIENCE_S)
     fold, silent = fold_of("decode"), _Silent()
     spans = RoomSpans(URL, "decode-0", "decode", fold, silent)
     for _ in range(10240 // 4):
