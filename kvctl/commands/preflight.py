@@ -1,4 +1,4 @@
-"""`kvctl preflight`: moves memory between the hosts of a planned layout before any model loads, and names odd pairs."""
+"""`kvctl preflight`: moves memory between hosts before a model loads, and names pairs that fail or are slow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
-from kvctl.health.finding import Finding, Severity
+from kvctl.health.finding import Finding, Severity, counted
 from kvctl.lab.preflight.judge import findings, pair_rows, to_measure_again
 from kvctl.lab.preflight.manifest import manifest
 from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results, is_plain, place_ranks
@@ -39,7 +39,8 @@ _TRANSPORTS = ("nixl", "mooncake")
 _MODEL = ("model", "kv_heads", "kind")
 _HOST = re.compile(r"(?:[\w.-]+@)?[\w.:%\[\]-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_AGAIN = 2
+_ROUNDS_OF_SLOW_PAIRS = 2
+_LEAST_DEADLINE_NS = 100_000_000
 _ANY_MEMORY_BYTES = 1 << 60
 
 
@@ -59,21 +60,34 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _words(text: str) -> tuple[str, ...]:
-    words = tuple(shlex.split(text))
-    if not words:
+def _command(text: str) -> tuple[str, ...]:
+    command = tuple(shlex.split(text))
+    if not command:
         raise ValueError("no command is given")
-    return words
+    return command
 
 
-def _plain_words(text: str) -> tuple[str, ...]:
-    words = _words(text)
-    for word in words:
+def _deadline(text: str) -> int:
+    deadline_ns = parse_seconds(text)
+    if deadline_ns < _LEAST_DEADLINE_NS:
+        raise ValueError(f"{text!r} is less than 100ms")
+    return deadline_ns
+
+
+def _image(text: str) -> str:
+    if not text.strip():
+        raise ValueError("no image is given")
+    return text
+
+
+def _plain_command(text: str) -> tuple[str, ...]:
+    command = _command(text)
+    for word in command:
         if not is_plain(word):
             raise ValueError(
                 f"{word!r} has characters that a shell on the host would interpret: use a path without them"
             )
-    return words
+    return command
 
 
 def _options() -> list[click.Parameter]:
@@ -85,7 +99,7 @@ def _options() -> list[click.Parameter]:
     )
     python = "Python on the hosts that has kvctl and the engine."
     env = "Variable of the ranks, as of the workers: UCX_NET_DEVICES, UCX_TLS, …. Repeatable."
-    deadline = "Longest time of each step: a connection, a message, a write."
+    deadline = "Longest time of each connection, message and write; at least 100ms."
     image = (
         "Start nothing: print a Kubernetes Job with a pod of IMAGE on each HOST, the name of a node, in which the "
         "preflight can then run."
@@ -98,11 +112,11 @@ def _options() -> list[click.Parameter]:
         grouped_option(transfer, "--transport-params params", "NAME=VALUE,…", params, _params, default=""),
         grouped_option(transfer, "--device", None, "Memory to move.", type=click.Choice(DEVICES), default="cpu"),
         grouped_option(transfer, "--port ports", "N", port, type=click.IntRange(1, 65535), multiple=True),
-        grouped_option(transfer, "--deadline", "TIME", deadline, parse_seconds, default="5s"),
-        grouped_option(start, "--ssh", "COMMAND", ssh, _words),
-        grouped_option(start, "--python", "COMMAND", python, _plain_words, default="python3"),
+        grouped_option(transfer, "--deadline", "TIME", deadline, _deadline, default="5s"),
+        grouped_option(start, "--ssh", "COMMAND", ssh, _command),
+        grouped_option(start, "--python", "COMMAND", python, _plain_command, default="python3"),
         grouped_option(start, "--env environment", "NAME=VALUE", env, _assignment, multiple=True),
-        grouped_option(start, "--manifest", "IMAGE", image),
+        grouped_option(start, "--manifest", "IMAGE", image, _image),
     ]
 
 
@@ -128,7 +142,7 @@ def _params(text: str) -> dict[str, str]:
 )
 @pass_settings
 def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> None:
-    """Move memory between hosts before a model loads: rate, latency and lane of each pair of ranks, and odd ones.
+    """Move memory between hosts before a model loads: rate, latency and lane of each pair of ranks.
 
     Starts a process for each rank of the layout, over SSH, on the HOSTs: prefill ranks on the first of them, decode
     ranks on the others, in proportion. The pairs of ranks that would transfer write memory over the transport, one pair
@@ -136,7 +150,7 @@ def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> Non
     hosts connect by TCP in both directions: ports, and large packets.
 
     HOST is what ssh accepts, or NAME=ADDRESS if other hosts reach it at another address than ssh does. All processes
-    end with this one. The exit code is 1 if a pair is odd or a host has a warning.
+    end with this one. The exit code is 1 if a pair deviates or fails, or a host has a warning.
     """
     once_and_live(settings)
     output = Output(settings)
@@ -148,7 +162,7 @@ def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> Non
         options["params"],
         dict(options["environment"]),
         tuple(dict.fromkeys(options["ports"])),
-        options["ssh"] or _words(_SSH),
+        options["ssh"] or _command(_SSH),
         options["python"],
         options["deadline"] / 1e9,
     )
@@ -160,7 +174,7 @@ def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> Non
         with Preflight(names, ranks, pairs, chosen, progress if shown else lambda _: None) as run:
             run.run()
             rows = pair_rows(ranks, pairs, run.results)
-            for _ in range(_AGAIN):
+            for _ in range(_ROUNDS_OF_SLOW_PAIRS):
                 if again := to_measure_again(rows):
                     run.measure(again)
                     rows = pair_rows(ranks, pairs, run.results)
@@ -178,7 +192,7 @@ def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> Non
             rows,
             answered=len(results.begun),
             objects=lambda kept: [_document(kept, ranks, results, found, not wrong)],
-            blocks=lambda kept, width: _blocks(kept, width, found, len(names)),
+            blocks=lambda kept, width: _blocks(kept, width, found, rows, len(names)),
         )
     )
     raise click.exceptions.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
@@ -257,16 +271,17 @@ def _document(
     }
 
 
-def _blocks(rows: Sequence[Row], width: int, found: Sequence[Finding], hosts: int) -> list[Block]:
+def _blocks(kept: Sequence[Row], width: int, found: Sequence[Finding], rows: Sequence[Row], hosts: int) -> list[Block]:
+    """Returns the report for people; `kept` are the rows that --filter has left."""
     described = [row(each) for each in found]
     head = [headline(described, all(each["verdict"] == "ok" for each in rows))]
-    head.append((f"   {len(rows)} pairs of ranks on {hosts} hosts", "dim"))
+    head.append((f"   {counted(len(rows), 'pair')} of ranks on {counted(hosts, 'host')}", "dim"))
     blocks: list[Block] = [Text([head])]
-    if rates := draw_rates(rows, width):
+    if rates := draw_rates(kept, width):
         blocks.append(Text(rates))
-    odd = [each for each in rows if each["verdict"] != "ok"]
-    if odd or not rates:
-        blocks.append(Grid(PREFLIGHT, odd or rows))
+    deviating = [each for each in kept if each["verdict"] != "ok"]
+    if deviating or not rates:
+        blocks.append(Grid(PREFLIGHT, deviating or kept))
     blocks += [Text(paragraph(each, width, number)) for number, each in enumerate(described, 1)]
     step = next((step for each in found if each.severity > Severity.INFO and (step := next_step(each.remedy))), None)
     if step is not None:

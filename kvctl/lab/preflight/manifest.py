@@ -63,11 +63,13 @@ def manifest(image: str, nodes: Sequence[HostName], ranks: Sequence[PlannedRank]
         },
     }
     selector = f"-l app.kubernetes.io/name={NAME}"
+    names = f"kubectl get pods {selector} --sort-by=.spec.nodeName -o jsonpath='{{.items[*].metadata.name}}'"
     comment = (
         "# Add what your workers have: hostNetwork, resources of an RDMA device plugin, tolerations. Then:",
+        "# (The pods are in the order of the names of their nodes; the first ones get the prefill ranks.)",
         "#   kubectl apply -f job.yaml",
         f"#   kubectl wait --for=condition=Ready --timeout=5m pod {selector}",
-        f"#   kvctl preflight $(kubectl get pods {selector} -o jsonpath='{{.items[*].metadata.name}}') \\",
+        f"#   kvctl preflight $({names}) \\",
         f"#     --ssh 'kubectl exec -i {{host}} --' --python {shlex.quote(shlex.join(options.python))} LAYOUT…",
         f"#   kubectl delete job {NAME}",
     )

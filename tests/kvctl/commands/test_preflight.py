@@ -26,6 +26,9 @@ HERE = ("--ssh", "env KVCTL_PREFLIGHT_HOST={host}", "--python", sys.executable)
         (("a", "--env", "UCX_TLS"), "write NAME=VALUE"),
         (("a", "--python", "'/my python'"), "a shell on the host would interpret"),
         (("a", "--port", "0"), "--port"),
+        (("a", "--deadline", "0"), "less than 100ms"),
+        (("a", "--deadline", "50ms"), "less than 100ms"),
+        (("a", "--manifest", ""), "no image is given"),
         (("a", "--transport", "loopback"), "loopback"),
         (("a", "--columns", "speed"), "speed"),
         (("a", "--prefill-tp", "3", "--decode-tp", "7"), "3"),
@@ -61,6 +64,12 @@ def test_a_host_that_cannot_be_entered_is_named_with_what_the_command_said(kvctl
     assert [(each["code"], each["subject"]) for each in data["findings"]] == [("KV_NOT_READY", "gpu1")]
     assert "exit code 255; its last output: Permission denied" in data["findings"][0]["cause"]
     assert [row["verdict"] for row in data["pairs"]] == ["critical"]
+
+
+def test_the_headline_counts_all_pairs_whatever_is_filtered(kvctl: Any) -> None:
+    outcome = kvctl("preflight", "gpu1", "--ssh", "false", "--filter", "verdict=ok")
+    assert outcome.code == 1
+    assert "1 critical   1 pair of ranks on 1 host\n" in outcome.out
 
 
 @pytest.mark.full
