@@ -125,7 +125,7 @@ class Observer:
         self.region.close()
 
     def turn(self) -> None:
-        """Notes that the engine's scheduler begins a turn, and writes what hooks have seen."""
+        """Notes that the engine's scheduler begins a turn, and applies the events of hooks."""
         self.region.note_call(0)
         self._events.publish()
 

@@ -1,4 +1,4 @@
-"""Records, counters and events of an observed rank, from what hooks see in SGLang's threads.
+"""Records, counters and events of an observed rank, from the events of hooks in SGLang's threads.
 
 The tracker follows SGLang's own rules of a room's state: the highest wins, Failed is final, and only an opening state
 creates a room. The cause of a failure is the first reason that SGLang recorded, not the last. Times are monotonic ns; a

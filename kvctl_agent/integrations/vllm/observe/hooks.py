@@ -45,7 +45,7 @@ _FAILURES: Mapping[str, str] = {
 
 
 class Watch:
-    """What hooks need of one worker half.
+    """State of the hooks of one worker half.
 
     Attributes:
         push: whether the prefill engine writes; otherwise the decode engine reads.

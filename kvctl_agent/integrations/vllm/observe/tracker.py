@@ -1,4 +1,4 @@
-"""Records, counters and events of an observed worker, from what hooks see in vLLM's threads.
+"""Records, counters and events of an observed worker, from the events of hooks in vLLM's threads.
 
 A request that is handed over is a room on both ends. vLLM's connectors know no states of it; the tracker's are:
 
