@@ -13,13 +13,13 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import IO, Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.parser import text_fd_to_metric_families
 
 from kvctl.client.faults import FaultCode
 from kvctl.client.metrics.names import ALIVE, ENGINES
@@ -61,10 +61,10 @@ def scrape(url: str, deadline_ns: int) -> list[dict[str, Any]]:
     Raises:
         ScrapeError: there is no answer in time, or it has no metrics that kvctl knows.
     """
-    return parse(_get(urlsplit(url), deadline_ns, redirected=False))
+    return parse(_get(urlsplit(url), deadline_ns, redirected=False), deadline_ns)
 
 
-def parse(body: bytes) -> list[dict[str, Any]]:
+def parse(body: bytes, deadline_ns: int | None = None) -> list[dict[str, Any]]:
     """Returns the metrics of engines in a text in Prometheus's format, as `scrape` does; its errors are those, too."""
     lines = body.decode("utf-8", "replace").split("\n")
     ours = [line for line in lines if _OURS.match(line)]
@@ -76,7 +76,7 @@ def parse(body: bytes) -> list[dict[str, Any]]:
     try:
         if not any(_ANY_METRIC.match(line) for line in lines):
             raise ValueError(lines[0][:80])
-        rows = [_row(family) for family in text_string_to_metric_families("\n".join(ours))]
+        rows = [_row(family) for family in text_fd_to_metric_families(_until(deadline_ns, ours))]
     except (ValueError, KeyError, IndexError) as error:
         text = f"its answer has no metrics in Prometheus's text format: {shown(str(error))}"
         raise ScrapeError(FaultCode.PROTOCOL, text) from None
@@ -85,6 +85,14 @@ def parse(body: bytes) -> list[dict[str, Any]]:
         text = f"it exports no metrics of an engine that kvctl knows ({known}); give the URL of an engine's server"
         raise ScrapeError(FaultCode.PROTOCOL, text)
     return rows
+
+
+def _until(deadline_ns: int | None, lines: Iterable[str]) -> Any:
+    """Yields the lines, as a text file does; raises ScrapeError after the deadline."""
+    for line in lines:
+        if deadline_ns is not None and time.monotonic_ns() > deadline_ns:
+            raise ScrapeError(FaultCode.PROTOCOL, "its answer is too large to be read within the time limit")
+        yield line
 
 
 def _get(url: SplitResult, deadline_ns: int, *, redirected: bool) -> bytes:

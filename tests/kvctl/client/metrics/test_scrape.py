@@ -146,6 +146,11 @@ def test_lines_of_others_are_not_parsed() -> None:
         parse(b"vllm:x 1\n" * 50_001)
 
 
+def test_parsing_ends_at_the_deadline() -> None:
+    with pytest.raises(ScrapeError, match="within the time limit"):
+        parse(b"vllm:x 1\n" * 50_000, soon(-1))
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_connection_that_stays_open_after_the_answer(chunked: bool) -> None:
     text = recorded("nixl").encode()
