@@ -283,7 +283,9 @@ def _blocks(kept: Sequence[Row], width: int, found: Sequence[Finding], rows: Seq
     if deviating or not rates:
         blocks.append(Grid(PREFLIGHT, deviating or kept))
     blocks += [Text(paragraph(each, width, number)) for number, each in enumerate(described, 1)]
-    step = next((step for each in found if each.severity > Severity.INFO and (step := next_step(each.remedy))), None)
-    if step is not None:
-        blocks.append(Text([[("next: ", "bold"), (step, "bold")]]))
+    for each in found:
+        if each.severity > Severity.INFO and (step := next_step(each.remedy)):
+            where = f"on {each.evidence['hosts']}: " if "hosts" in each.evidence else ""
+            blocks.append(Text([[(f"next: {where}", "bold"), (step, "bold")]]))
+            break
     return blocks

@@ -340,6 +340,7 @@ def _host_findings(ranks: Sequence[PlannedRank], results: Results, options: Opti
             (),
             f"{found}: {means}",
             fact["remedy"],
+            {"hosts": names},
         )
     for boot, namespaces in processes.items():
         if boot and len(namespaces) > 1:

@@ -234,3 +234,11 @@ def test_devices_that_carried_little_are_not_the_lane(fleet: Fleet) -> None:
     before = nics.read()
     fleet.trees["n1"].carry("mlx5_1", GIB // 4)
     assert carried_by(before, HostNics(fleet.trees["n1"].root).read(), GIB) == ("", {})
+
+
+def test_a_check_that_fails_names_its_hosts(fleet: Fleet) -> None:
+    fact = {"topic": "locked memory", "found": "64 KiB", "means": "RDMA fails", "code": ""}
+    for name in ("decode-0", "decode-1"):
+        fleet.results.begun[name]["facts"] = [{**fact, "severity": 2, "remedy": "start with `ulimit -l unlimited`"}]
+    (found,) = findings(RANKS, list(fleet.rows().values()), fleet.results, OPTIONS)
+    assert (found.subject, found.evidence) == ("n3 and n4: locked memory", {"hosts": "n3 and n4"})
