@@ -29,6 +29,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.observers import looks
 from benchmarks.server_pairs import Load, Pair, add_options, pairs_of
 from kvctl.lab.demo.sglang_servers import ServerError, generation, post, wait_ready
 
@@ -37,6 +38,7 @@ LEAST_REQUESTS = 12
 REQUESTS_A_SLOT = 3
 CHECKED_PROMPTS = (1, 15, 17, 100, 1000, 4097)
 CHECKED_TOKENS = 16
+LOOKS_S = 60.0
 
 
 async def send(pair: Pair, load: Load, total: int) -> dict[str, float]:
@@ -112,6 +114,8 @@ def measure(pairs: Sequence[Pair], loads: Sequence[Load], options: argparse.Name
     for pair in pairs:
         if pair.side.split("/")[0] in ("kvctl", "replace", "observe"):
             (pair.fleet.folder / "rooms.json").write_text(json.dumps(rooms(pair)))
+            if options.looks:
+                print(f"{pair.side}, idle: {looks(pair.environment, pair.agents, options.looks, LOOKS_S)}", flush=True)
     return found
 
 
@@ -119,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, "nixl,kvctl", "1024:1 1024:16 8192:1 8192:8")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--looks", type=int, default=0, help="calls of kvctl status at the end, for sides with agents")
     parser.add_argument("--seconds", type=float, default=300.0, help="no further measurement after this time")
     options = parser.parse_args()
     pairs = pairs_of(options)

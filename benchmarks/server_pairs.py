@@ -121,6 +121,7 @@ class Pair:
     Attributes:
         fleet: the servers' processes.
         environment: variables under which `kvctl` finds their agents.
+        agents: number of the agents that they have.
     """
 
     def __init__(self, side: str, options: argparse.Namespace, vocabulary: int) -> None:
@@ -139,6 +140,7 @@ class Pair:
         python = Path(sys.executable)
         self.fleet = Fleet(python, options.folder / "model", folder, flags, variables, common=FLAGS)
         self.side = side
+        self.agents = sum(tp_size(flags) for flags in (options.prefill, options.decode))
         self.environment = {**os.environ, "KVCTL_SOCKET_DIR": str(sockets)}
         self.prefill: Prefill | None = None
         if name == "undivided":
@@ -204,6 +206,11 @@ class Pair:
                 errors = [error for sender in ended if (error := sender.exception()) is not None]
                 if errors:
                     raise errors[0]
+
+
+def tp_size(flags: str) -> int:
+    words = shlex.split(flags)
+    return int(words[words.index("--tp-size") + 1]) if "--tp-size" in words else 1
 
 
 def add_options(parser: argparse.ArgumentParser, sides: str, loads: str) -> None:
