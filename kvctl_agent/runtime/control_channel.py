@@ -4,7 +4,7 @@ Decode ranks open the connections. The ROUTER identifies each connection by a ra
 so a process that merely claims a peer's name can neither replace that peer nor send in its name.
 
 Messages to one peer are collected during a turn of the control loop and sent in one frame. Messages that delay no
-request (`_PATIENCE_NS`) wait a few milliseconds for the next frame to that peer, which at hundreds of rooms per second
+request (`_PATIENT`) wait a few milliseconds for the next frame to that peer, which at hundreds of rooms per second
 halves the number of frames. Sending never blocks: messages that cannot be sent are counted and dropped, and the
 machines send them again.
 
@@ -37,15 +37,10 @@ from kvctl_agent.telemetry.hub import Telemetry
 _LOG_EVERY_NS = 60_000_000_000
 _TOKEN_BYTES = 16
 _MOST_NAMES = 4096  # limit of the tables by peer name: peers choose their names
-# Not only answers: pages are released when the parts are sent, and no request on a prefill rank waits for RoomDone. It
-# waits for less than the others, because only then the prefill rank counts the room as done.
-_PATIENCE_NS: dict[type[Message], int] = {
-    Ack: 5_000_000,
-    PartAck: 5_000_000,
-    ReadersDone: 5_000_000,
-    RoomDone: 700_000,
-    RoomKept: 5_000_000,
-}
+# Not only answers: pages are released when the parts are sent, and no request on a prefill rank waits for RoomDone.
+_PATIENT = (Ack, PartAck, ReadersDone, RoomDone, RoomKept)
+_PATIENCE_NS = 5_000_000
+_PATIENCE_ALONE_NS = 700_000
 # An Ack of RoomDone only ends its repetition.
 _ROOM_DONE = RoomDone.__struct_config__.tag
 _LONG_PATIENCE_NS = 20_000_000
@@ -201,18 +196,19 @@ class ControlChannel:
         dealers = [key for key, _ in self._dealer_keys]
         return [*dealers, *([self._router_key] if self._router_key is not None else [])]
 
-    def queue(self, peer: str, message: Message, route: bytes = b"") -> None:
-        """Queues a message for the next flush; messages of the types in `_PATIENCE_NS` may wait for a later one.
+    def queue(self, peer: str, message: Message, route: bytes = b"", alone: bool = False) -> None:
+        """Queues a message for the next flush; messages of the types in `_PATIENT` may wait for a later one.
 
         Args:
             route: return address; empty at a DEALER for the peer's current endpoint.
+            alone: no other room is open, whose messages RoomDone could wait for.
         """
         address = PeerAddress(peer, route or self.endpoint(peer).encode())
         since_ns = 0
-        patience_ns = _PATIENCE_NS.get(type(message))
-        if isinstance(message, Ack) and message.of == _ROOM_DONE:
-            patience_ns = _LONG_PATIENCE_NS
-        if patience_ns is not None:
+        if isinstance(message, _PATIENT):
+            patience_ns = _PATIENCE_ALONE_NS if alone and isinstance(message, RoomDone) else _PATIENCE_NS
+            if isinstance(message, Ack) and message.of == _ROOM_DONE:
+                patience_ns = _LONG_PATIENCE_NS
             since_ns = self._telemetry.clock.now_ns()
             if self._patient_due_ns is None or since_ns + patience_ns < self._patient_due_ns:
                 self._patient_due_ns = since_ns + patience_ns

@@ -564,7 +564,7 @@ class ControlLoop:
         # A Hello goes to the endpoint that the registry names, all other messages to the peer's return address.
         if not route and peer is not None and not isinstance(action.message, Hello):
             route = peer.route
-        self._channel.queue(action.peer, action.message, route)
+        self._channel.queue(action.peer, action.message, route, self._machine.open_rooms <= 1)
         self._flush_now = True
         if isinstance(action.message, StagingGrants):
             self._input.expect()
