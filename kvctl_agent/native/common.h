@@ -6,7 +6,6 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include <poll.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -31,7 +30,6 @@ typedef struct {
 typedef struct {
     void *(*release)(void *self);
     void (*acquire)(void *self, void *released);
-    void (*linger)(void *self, struct pollfd *polled, size_t count); /* after a wait for descriptors, before `acquire` */
     void *self;
 } TurnsCalls;
 

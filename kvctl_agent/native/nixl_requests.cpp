@@ -267,8 +267,6 @@ PyObject *library_wait(PyObject *object, PyObject *args)
         void *released = turns->release(turns->self);
         const int status = wait_for_tags(self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd),
                                          std::max(timeout_ns, 0LL), pause_ns, share, tags);
-        if (tags.empty())
-            turns->linger(turns->self, static_cast<pollfd *>(polled.buf), polled.len / sizeof(pollfd));
         ended_ns = now_ns();
         turns->acquire(turns->self, released);
         if (PyObject *by_sender = dict_of(tags))

@@ -16,6 +16,7 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/futex.h>
+#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -30,7 +31,6 @@
 /* The interpreter gives the GIL to the next thread within microseconds. If it takes longer, a thread runs Python. */
 #define LATE_NS 50000
 #define QUIET_HOLDS 4
-#define LINGER_NS 300000
 #define LONGEST_PAUSE_NS 200000
 #define SHARE_OF_WAIT 64
 
@@ -177,22 +177,6 @@ static void acquire(void *object, void *released)
     }
 }
 
-/* Waits a little longer if only the first descriptor is readable, by which the engine's own calls wake the loop, and the engine
- * runs: it makes several calls for each request, and for several requests in a row, and one turn for all costs it less. */
-static void linger(void *object, struct pollfd *polled, size_t count)
-{
-    const Turns *self = object;
-    if (!self->busy || !count || !polled[0].revents)
-        return;
-    for (size_t i = 1; i < count; i++)
-        if (polled[i].revents)
-            return;
-    const struct timespec at = {0, LINGER_NS};
-    if (ppoll(polled + 1, count - 1, &at, NULL) < 0)
-        for (size_t i = 1; i < count; i++)
-            polled[i].revents = 0;
-}
-
 /* Returns whether an event of the GPU is done, or has failed; `query` is the driver's function that tells the state of one. */
 typedef int (*Query)(void *event);
 #define NOT_READY 600
@@ -252,7 +236,6 @@ static PyObject *turns_wait(PyObject *object, PyObject *args)
         void *released = release(self);
         wait_for(polled.buf, polled.len / sizeof(struct pollfd), timeout_ns, (Query)(uintptr_t)query, events.buf,
                  events.len / sizeof(uint64_t), pause_ns);
-        linger(self, polled.buf, polled.len / sizeof(struct pollfd));
         const int64_t ended_ns = now_ns();
         acquire(self, released);
         ended = PyLong_FromLongLong(ended_ns);
@@ -324,7 +307,7 @@ static int turns_init(PyObject *object, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "times must be positive, a pause shorter than a second");
         return -1;
     }
-    self->calls = (TurnsCalls){release, acquire, linger, self};
+    self->calls = (TurnsCalls){release, acquire, self};
     self->loan_ns = loan_ns;
     self->hold_ns = hold_ns;
     self->pause_ns = pause_ns;
@@ -346,9 +329,9 @@ static void turns_dealloc(PyObject *object)
 
 static PyMethodDef turns_methods[] = {
     {"wait", turns_wait, METH_VARARGS,
-     "wait(polled, timeout_ns, query, events, pause_ns): waits without the GIL until one of an array of struct pollfd is readable (the\n"
-     "first one by calls of the engine), one of the GPU's events (uint64 handles) is done, which the driver's function at the address\n"
-     "query tells, or the time is up. Events are looked at after pauses of at least pause_ns. Returns the monotonic time at which the wait ended, before the thread waited for the GIL."},
+     "wait(polled, timeout_ns, query, events, pause_ns): waits without the GIL until one of an array of struct pollfd is readable, one of\n"
+     "the GPU's events (uint64 handles) is done, which the driver's function at the address query tells, or the time is up. Events are\n"
+     "looked at after pauses of at least pause_ns. Returns the monotonic time at which the wait ended, before the thread waited for the GIL."},
     {"yield_if_due", turns_yield, METH_NOARGS, "Lets the main thread run if it does, and the calling thread has had the GIL for long."},
     {"end", turns_end, METH_NOARGS, "Ends the loan; the thread calls it before it ends."},
     {NULL, NULL, 0, NULL},

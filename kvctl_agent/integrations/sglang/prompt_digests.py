@@ -65,8 +65,8 @@ def _traceparent_of(req: Any) -> str:
 
     That span is a child of the client's, if the client or the router has sent a `traceparent`.
     """
-    context = req.time_stats.trace_ctx
-    if context.tracing_enable is not True:
+    context = getattr(getattr(req, "time_stats", None), "trace_ctx", None)
+    if context is None or context.tracing_enable is not True:
         return ""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -298,7 +298,7 @@ def test_the_messages_of_an_event_that_an_action_causes_overtake_none(
     rank.close()
     until(lambda: known in rig.machine.handled)
     left: list[msg.Message] = []
-    monkeypatch.setattr(rig.loop._channel, "queue", lambda peer, message, route: left.append(message))
+    monkeypatch.setattr(rig.loop._channel, "queue", lambda peer, message, *_: left.append(message))
     first, second = msg.RoomDrained(1, 1), msg.RoomDrained(2, 1)
     who = msg.PeerInfo("p", "prefill", [], [], 0, {}, {}, "nixl", b"", "", 1)
     rig.machine.answers[ev.PeerConnected] = rig.machine.answers[ev.RosterKnown] = [ev.Send("prefill-0", second)]

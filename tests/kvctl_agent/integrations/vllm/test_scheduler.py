@@ -296,9 +296,9 @@ class TestDigests:
         theirs: dict[str, Any] = {"origin_input_ids": array("q", range(38)), "output_ids": array("q", range(38, 45))}
         theirs |= {"rid": "r", "lora_id": "7", "cache_salt": "tenant", "multimodal_inputs": None, "input_embeds": None}
         found = prompt_digests.prompt_of(server, SimpleNamespace(**theirs), 40)
-        assert found == (40, metadata.digest_of(salted, 40, True), "r")
+        assert found == (40, metadata.digest_of(salted, 40, True), "r", "")
         for unknown in ({"lora_id": "8"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}):
-            assert prompt_digests.prompt_of(server, SimpleNamespace(**theirs | unknown), 40) == (40, None, "r")
+            assert prompt_digests.prompt_of(server, SimpleNamespace(**theirs | unknown), 40) == (40, None, "r", "")
 
 
 class TestDecode:
