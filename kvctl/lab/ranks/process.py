@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-import msgspec
 import orjson
 
 from kvctl.lab.ranks.messages import AnyCommand, LineBuffer, LineTooLong, Message, Stop
@@ -176,6 +175,8 @@ class RankProcess:
         os.close(self.exit_fd)
 
     def _parse(self, data: bytes) -> list[Message]:
+        import msgspec  # which commands that start no ranks need not load
+
         try:
             messages = [msgspec.json.decode(line, type=Message) for line in self._lines.feed(data)]
         except (LineTooLong, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
