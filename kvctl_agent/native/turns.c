@@ -30,9 +30,11 @@
 #define LENDER_SPIN_NS 500000
 /* The interpreter gives the GIL to the next thread within microseconds. If it takes longer, a thread runs Python. */
 #define LATE_NS 50000
+/* Beside a main thread that is not known to run Python a turn yields after so many times `hold_ns`, to find out. */
 #define QUIET_HOLDS 4
-#define LONGEST_PAUSE_NS 200000
+/* Looks at events of the GPU are this share of the wait so far apart, but not farther than this. */
 #define SHARE_OF_WAIT 64
+#define LONGEST_PAUSE_NS 200000
 
 enum { NONE, WANTED, LENDING, LENT };
 
@@ -47,7 +49,7 @@ typedef struct {
     int64_t main_ns, since_ns; /* CPU time of the main thread, and time, when the latest wait began */
     int64_t held_ns; /* when this thread began to keep the GIL from others */
     bool busy;       /* whether the main thread, or another one, ran when the GIL was last acquired */
-    bool unanswered; /* the latest request */
+    bool unanswered; /* whether the main thread ran without an answer to the latest request */
     bool spare;      /* a reference for a call of `lend` is at hand, which is asked for without the GIL */
     long long loans;
 } Turns;
