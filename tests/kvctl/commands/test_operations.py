@@ -17,7 +17,8 @@ import orjson
 import pytest
 
 from kvctl.client.calls import Call
-from kvctl.client.faults import Fault
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.faults import Fault, metrics_only
 from kvctl.client.fleet import Fleet
 from kvctl.commands.mutations import permitted
 from kvctl.exit_codes import ExitCode
@@ -90,6 +91,7 @@ class Agent(NamedTuple):
 
     name: str
     hello: dict[str, str]
+    endpoint: Endpoint = Endpoint("agent", Path("agent.sock"))
 
 
 def forbidden(_: dict[str, Any]) -> Any:
@@ -117,6 +119,9 @@ def test_those_that_give_no_leave_are_known_before_anybody_is_told() -> None:
     assert faults == [Fault("a", "not-permitted", "drain needs level operate, but your level is read")]
     change = Call("set", {"key": "pipeline", "value": "on"})
     assert [agent.name for agent in permitted(answers, change, [])] == ["c"]  # type: ignore[arg-type]
+    engine = Agent("metrics", {"level": "read"}, Endpoint("metrics", None, remote="http://127.0.0.1:1/metrics"))
+    assert permitted([engine], Call("drain"), faults) == []  # type: ignore[list-item]
+    assert faults[1:] == [metrics_only("metrics", "drain")]
 
 
 def test_what_an_agent_refuses(fleet: Any, kvctl: Any) -> None:
