@@ -43,13 +43,6 @@ PEERS = View(
         Column(
             "lane_source", width=Width.WIDE, help="Origin of CARRIED BY: engine, or rate of a write.", header="TOLD BY"
         ),
-        Column(
-            "lane_evidence",
-            Kind.LIST,
-            Width.WIDE,
-            "What is known of the lane, and whether from the engine, the rate, a mapping, or the choice of devices.",
-            header="EVIDENCE",
-        ),
         Column("lane_direct", width=Width.WIDE, header="DIRECT BY"),
         Column(
             "lane_why_not", width=Width.WIDE, help="Why the peer's GPU memory is not mapped here.", header="NOT DIRECT"
@@ -75,6 +68,13 @@ PEERS = View(
         Column("incarnation", width=Width.WIDE),
         Column("endpoint", width=Width.WIDE),
         Column("process", width=Width.WIDE, help="Process id and host of the peer."),
+        Column(
+            "lane_evidence",
+            Kind.LIST,
+            Width.WIDE,
+            "What is known of the lane, and whether from the engine, the rate, a mapping, or the choice of devices.",
+            header="EVIDENCE",
+        ),
         Column(
             "former",
             Kind.LIST,
