@@ -15,8 +15,6 @@ import struct
 import sys
 import threading
 
-from kvctl_agent.native import Turns
-
 _held = ctypes.PyDLL(None, use_errno=True)  # functions of a PyDLL keep the GIL, those of a CDLL release it
 _held.recv.restype = _held.send.restype = _held.pread.restype = ctypes.c_ssize_t
 _held.recv.argtypes = _held.send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
@@ -27,22 +25,6 @@ _MSG_DONTWAIT, _MSG_NOSIGNAL = 0x40, 0x4000
 _EPOLL_EVENT = struct.Struct("=Ii4x" if platform.machine() == "x86_64" else "=I4xi4x")  # packed on x86-64
 _SCHEDSTAT = b"/proc/thread-self/schedstat"
 _SCHEDSTAT_BYTES = 128
-
-# A turn of the control loop takes some 60 µs, the opening of a room in cold caches up to 1.1 ms. The engine's thread
-# waits meanwhile, but not for longer than this; a long turn lets it run in between.
-_LOAN_NS = 1_000_000
-_HOLD_NS, _HOLD_FEW_CORES_NS = 750_000, 500_000
-_PAUSE_NS, _PAUSE_FEW_CORES_NS = 300_000, 100_000
-
-
-def turns_of_loop(few_cores: bool = False) -> Turns:
-    """Returns the turns of a control loop at the GIL.
-
-    Args:
-        few_cores: whether ranks that share this host have no core to spare.
-    """
-    hold_ns, pause_ns = (_HOLD_FEW_CORES_NS, _PAUSE_FEW_CORES_NS) if few_cores else (_HOLD_NS, _PAUSE_NS)
-    return Turns(loan_ns=_LOAN_NS, hold_ns=hold_ns, pause_ns=pause_ns, spins=not few_cores)
 
 
 def send(fd: int, data: bytes) -> int:

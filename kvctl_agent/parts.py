@@ -22,7 +22,6 @@ from kvctl_agent.contract.snapshots import Integration, Role
 from kvctl_agent.contract.values import encodable, shown
 from kvctl_agent.device.base import Device
 from kvctl_agent.errors import ConfigError, DeadlineExceeded, DeviceError, MemoryLayoutError
-from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.host.keys import KeyPair
 from kvctl_agent.host.processors import FEW_CORES, available_cores, copy_threads, engine_threads
 from kvctl_agent.host.sockets import shortage
@@ -67,7 +66,7 @@ from kvctl_agent.runtime.page_owners import PageOwners
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.transfers import Transfers
-from kvctl_agent.runtime.waiting import InputWait
+from kvctl_agent.runtime.waiting import InputWait, turns_of_loop
 from kvctl_agent.security.curve import REGISTRY_DOMAIN, Clients, RefusedConnections, ZapAuthenticator, load_clients
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder

@@ -104,7 +104,7 @@ CHECKS: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "helm": has_its_files,
     # Commands of others, which need servers, clusters or files of the reader. Their tests: tests/sglang_servers,
     # tests/vllm_engines; what they ask of kvctl (paths, ports, settings) is compared by tests/test_docs.py.
-    **dict.fromkeys(("curl", "vllm", "server", "export", "echo", "claude", "uvx"), lambda words: True),
+    **dict.fromkeys(("curl", "vllm", "server", "export", "echo", "claude", "uvx", "nsys"), lambda words: True),
 }
 
 

@@ -26,7 +26,6 @@ import zmq
 from kvctl_agent import gil
 from kvctl_agent.device.base import Event
 from kvctl_agent.errors import LocalProtocolError
-from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.host.sockets import shortage
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.bootstrap_registry import NOWHERE, Lookup, Rank, Register, Whereabouts
@@ -44,7 +43,7 @@ from kvctl_agent.runtime.liveness import is_dead
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.runtime.pipelining import Pipelining
 from kvctl_agent.runtime.transfers import Transfers
-from kvctl_agent.runtime.waiting import InputWait, LoopTask, minimize_timer_slack
+from kvctl_agent.runtime.waiting import InputWait, LoopTask, minimize_timer_slack, turns_of_loop
 from kvctl_agent.security.curve import ZapAuthenticator
 from kvctl_agent.telemetry.engine_calls import SilentEngine
 from kvctl_agent.telemetry.hub import Telemetry

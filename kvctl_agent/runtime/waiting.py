@@ -24,6 +24,21 @@ _PAUSE_A_ROOM_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
 _EVENT_PAUSE_NS = 10_000  # a look at an event takes a microsecond, without the GIL
 _libc = ctypes.CDLL(None)
+# A turn of the control loop takes some 60 µs, the opening of a room in cold caches up to 1.1 ms. The engine's thread
+# waits meanwhile, but not for longer than this; a long turn lets it run in between.
+_LOAN_NS = 1_000_000
+_HOLD_NS, _HOLD_FEW_CORES_NS = 750_000, 500_000
+_PAUSE_NS, _PAUSE_FEW_CORES_NS = 300_000, 100_000
+
+
+def turns_of_loop(few_cores: bool = False) -> Turns:
+    """Returns the turns of a control loop at the GIL.
+
+    Args:
+        few_cores: whether ranks that share this host have no core to spare.
+    """
+    hold_ns, pause_ns = (_HOLD_FEW_CORES_NS, _PAUSE_FEW_CORES_NS) if few_cores else (_HOLD_NS, _PAUSE_NS)
+    return Turns(loan_ns=_LOAN_NS, hold_ns=hold_ns, pause_ns=pause_ns, spins=not few_cores)
 
 
 class LoopTask(Protocol):

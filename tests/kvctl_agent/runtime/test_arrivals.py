@@ -16,7 +16,6 @@ import pytest
 from msgspec.structs import replace
 
 from kvctl_agent.errors import TransportError
-from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape
@@ -31,6 +30,7 @@ from kvctl_agent.parts import checksums_of
 from kvctl_agent.protocol.events import Arrived, Check, Checked, Scatter, Scattered, ScatterFailed, StoreAux
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.arrivals import Arrivals
+from kvctl_agent.runtime.waiting import turns_of_loop
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.region import Cell
 from kvctl_agent.transport.base import Arrival, Waited

@@ -18,7 +18,6 @@ import pytest
 import zmq
 
 from kvctl_agent.errors import LocalProtocolError, TransportError
-from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.bootstrap_registry import Lookup, Rank, Register
@@ -27,7 +26,7 @@ from kvctl_agent.runtime.bootstrap import Registries, RegistryClient, RegistrySe
 from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.runtime.control_loop import ControlLoop, Mailbox
 from kvctl_agent.runtime.liveness import is_dead
-from kvctl_agent.runtime.waiting import InputWait
+from kvctl_agent.runtime.waiting import InputWait, turns_of_loop
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.region import Cell, Document
 from tests.support.folded import folded

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
-from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.paths.base import Flight
 from kvctl_agent.paths.peer_connection import PeerConnection
@@ -25,7 +24,7 @@ from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
 from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from kvctl_agent.runtime.transfers import Transfers
-from kvctl_agent.runtime.waiting import PolledDescriptors
+from kvctl_agent.runtime.waiting import PolledDescriptors, turns_of_loop
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Waited
 from tests.support.driven_task import DrivenTask

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.gil import turns_of_loop
-from kvctl_agent.runtime.waiting import InputWait
+from kvctl_agent.runtime.waiting import InputWait, turns_of_loop
 
 QUERY = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value or 0
 """A function that returns its argument, so that the event of handle 600 is pending, and that of handle 0 is done."""

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvctl_agent.errors import TransportError
-from kvctl_agent.gil import turns_of_loop
-from kvctl_agent.runtime.waiting import PolledDescriptors
+from kvctl_agent.runtime.waiting import PolledDescriptors, turns_of_loop
 from kvctl_agent.transport import Arrival
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 from tests.kvctl_agent.transport.conftest import ODD_NAME, WITH_THREADS, Pair, sizes

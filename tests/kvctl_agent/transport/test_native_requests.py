@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.native.nixl_requests import Library, WriteRequests
+from kvctl_agent.runtime.waiting import turns_of_loop
 from kvctl_agent.transport.nixl.native_requests import UNLIMITED_NS
 from kvctl_agent.transport.nixl.transport import NixlTransport
 

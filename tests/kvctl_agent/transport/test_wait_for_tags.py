@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.gil import turns_of_loop
-from kvctl_agent.runtime.waiting import PolledDescriptors
+from kvctl_agent.runtime.waiting import PolledDescriptors, turns_of_loop
 from kvctl_agent.transport import Arrival
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 from tests.kvctl_agent.transport.conftest import Pair

@@ -12,9 +12,8 @@ from kvctl.lab.faults.injector import FaultInjector
 from kvctl.lab.faults.specification import parse_fault
 from kvctl.lab.faults.transport import FaultyTransport
 from kvctl_agent.errors import TransportError
-from kvctl_agent.gil import turns_of_loop
 from kvctl_agent.memory.region import Region
-from kvctl_agent.runtime.waiting import PolledDescriptors
+from kvctl_agent.runtime.waiting import PolledDescriptors, turns_of_loop
 from kvctl_agent.transport.base import Arrival, Write
 from kvctl_agent.transport.registry import open_transport
 from tests.support.polling import until
