@@ -2,9 +2,9 @@
 
 Each turn waits for input, passes it to the machine, executes the machine's actions, lets the tasks (transfers,
 arrivals, device events) make progress, and sends one frame to each peer. One thread does all of this, because a
-hand-over to another thread takes as long as the transfer of a small room, and because after each wait a thread may have
-to wait again, for 5 ms, until the engine's thread gives up the interpreter. The loop never waits for a peer or an
-observer; exceptions are recorded and the loop continues.
+hand-over to another thread takes as long as the transfer of a small room, and because after each wait a thread needs
+the GIL again, which the engine's thread may have. The loop never waits for a peer or an observer; exceptions are
+recorded and the loop continues.
 """
 
 from __future__ import annotations
