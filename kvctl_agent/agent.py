@@ -762,7 +762,7 @@ class Agent:
         return handle
 
     def set_pipeline(self, mode: str) -> None:
-        """Changes the layer grouping of later forwards: `mode` is off, on, measured, or the layers per group."""
+        """Changes the layer grouping of later forwards: `mode` is off, on, auto, or the layers per group."""
         self.parts.pipelining.set(mode)
 
     def set_path(self, path: str) -> None:

@@ -11,7 +11,7 @@ HOST = -1
 PATHS = BULK, SLICE, STAGED, DIRECT = "bulk", "slice", "staged", "direct"
 CP_MODES = RANK0, ALL, ALL_CHUNK, ROOM_HASH = "rank0", "all", "all-chunk", "room-hash"
 
-PipelineMode = Literal["off", "on", "measured"]
+PipelineMode = Literal["off", "on", "auto"]
 PIPELINE_MODES: tuple[PipelineMode, ...] = get_args(PipelineMode)
 
 FEW_LAYERS = 4

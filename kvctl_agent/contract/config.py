@@ -179,7 +179,7 @@ KEYS: tuple[Key, ...] = (
         "pipeline",
         str,
         "off",
-        "Send layer groups while later layers are computed: off (never), on (group size by the formula), or measured "
+        "Send layer groups while later layers are computed: off (never), on (group size by the formula), or auto "
         "(group size by the measured compute and transfer times).",
         choices=PIPELINE_MODES,
         runtime=True,

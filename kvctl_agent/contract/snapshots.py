@@ -108,7 +108,7 @@ class RingUse(TypedDict):
 class PipelineUse(TypedDict):
     """Layer grouping of a prefill rank: its settings, and its decisions so far."""
 
-    mode: str  # off, on, measured
+    mode: str  # off, on, auto
     min_tokens: int
     group_size: int | None  # None: by the formula or as measured
     decisions: dict[str, int]  # forwards by reason, see contract.choices.REASONS

@@ -59,7 +59,7 @@ class GroupingOptions:
     """Options of layer grouping, the configuration keys `pipeline` and `pipeline_*`.
 
     Attributes:
-        mode: off, on (number of groups by the formula), or measured (number of groups chosen from measured times).
+        mode: off, on (number of groups by the formula), or auto (number of groups chosen from measured times).
         min_tokens: Batches with fewer tokens per request on average are not grouped; 0 means 1.
         max_iters: Number of groups at `min_tokens`.
         min_iters: Number of groups at and above saturation.
@@ -111,7 +111,7 @@ class Grouping:
 
 
 ChooseGroupCount = Callable[[float, int, int], int]
-"""(average tokens, layers, number of groups by the formula) -> number of groups, for mode measured."""
+"""(average tokens, layers, number of groups by the formula) -> number of groups, for mode auto."""
 
 
 def group_layers(
@@ -123,7 +123,7 @@ def group_layers(
 ) -> Grouping:
     """Divides a rank's layers into groups for one forward, or returns no groups and the reason.
 
-    If `options.group_size` is set, it replaces the token threshold and the formula, in mode measured too. The other
+    If `options.group_size` is set, it replaces the token threshold and the formula, in mode auto too. The other
     checks still apply, because they exclude forwards that cannot be divided or whose KV is not sent.
 
     Args:
@@ -131,7 +131,7 @@ def group_layers(
         num_layers: Number of layers that the stage computes.
         forward: The forward batch.
         options: The configuration.
-        choose: Chooses the number of groups in mode measured; the formula decides if it is None.
+        choose: Chooses the number of groups in mode auto; the formula decides if it is None.
 
     Raises:
         LayoutError: a layer number is out of range.
@@ -143,7 +143,7 @@ def group_layers(
         return Grouping((), obstacle)
     if options.group_size is not None:
         size, reason = options.group_size, "override"
-    elif options.mode == "measured" and choose is not None:
+    elif options.mode == "auto" and choose is not None:
         count = choose(forward.average_tokens, num_layers, formula_groups(forward.average_tokens, num_layers, options))
         size, reason = -(-num_layers // max(1, count)), "measured"
     else:

@@ -1,4 +1,4 @@
-"""Chooses the number of layer groups from recent forwards, for mode measured.
+"""Chooses the number of layer groups from recent forwards, for mode auto.
 
 The formula of mode on knows neither the machine's compute nor its connection. With compute C, transfer T and N equal
 groups, the two stages overlap like two machines in a flow shop:

@@ -46,7 +46,7 @@ class Pipelining:
         return grouping
 
     def set(self, mode: str) -> None:
-        """Changes the mode; raises ConfigError unless it is off, on, measured, or a number of layers per group."""
+        """Changes the mode; raises ConfigError unless it is off, on, auto, or a number of layers per group."""
         if isinstance(mode, str) and mode.isdecimal() and len(mode) <= _MOST_DIGITS and int(mode) > 0:
             self.options = replace(self.options, mode="on", group_size=int(mode))
             return

@@ -119,7 +119,7 @@ PRESETS: dict[str, Preset] = {
                 # One rank per side: simulated compute takes no processor time, so the transfer alone uses the cores.
                 "layers": 30,  # divisible into groups of one size
                 "paths": ("staged",),
-                "pipelines": ("off", "on", "measured"),
+                "pipelines": ("off", "on", "auto"),
                 "concurrency": 1,
                 "layer_ms": 1.0,
                 "sweep": (("tokens", [256 << power for power in range(7)]),),

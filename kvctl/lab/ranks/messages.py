@@ -199,7 +199,7 @@ class Prepare:
         path: transfer path of the run: "bulk", "slice", "staged", "direct" or "auto".
         rooms: all rooms of the batch, also those in which the rank takes no part.
         poison: whether decode ranks fill their pools with poison.
-        pipeline: "off", "on", "measured" or a number of layers per group.
+        pipeline: "off", "on", "auto" or a number of layers per group.
     """
 
     do: ClassVar[str] = "prepare"

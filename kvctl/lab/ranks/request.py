@@ -33,7 +33,7 @@ KV_LAYOUTS = ("nhd", "hnd", "kv-inner", "kv-inner-hnd", "fused", "fused-nhd", "b
 
 VERIFY_MODES = ("full", "sample", "off")
 PAGE_ORDERS = ("random", "contiguous")
-PIPELINES = ("off", "on", "measured")
+PIPELINES = ("off", "on", "auto")
 """Pipeline modes; a decimal number of layers per group is allowed as well."""
 
 ENGINE_KINDS = ("python", "spin", "launch", "long")
@@ -82,7 +82,7 @@ _COMPUTE_HELP = (
     "Simulation of a forward: a pause of --layer-ms, or the model's matrix products and attention on the prefill GPU."
 )
 _PIPELINE_HELP = (
-    "Send layer groups while later layers are computed: off, on, measured, or layers per group; several are compared."
+    "Send layer groups while later layers are computed: off, on, auto, or layers per group; several are compared."
 )
 
 

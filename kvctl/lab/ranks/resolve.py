@@ -205,7 +205,7 @@ def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[LoadNeeds]) -> lis
     """Returns a note if layer groups were requested but every prompt is shorter than `pipeline_min_tokens`."""
     threshold = _default("pipeline_min_tokens")
     longest = max(need.longest[0] for need in needs)
-    if longest >= threshold or not {"on", "measured"} & set(pipelines):
+    if longest >= threshold or not {"on", "auto"} & set(pipelines):
         return []
     return [
         f"pipeline: every prompt is shorter than pipeline_min_tokens = {threshold} and takes the plain path; give "

@@ -456,7 +456,7 @@ def test_a_preset_prints_the_published_columns(spawn: Run):
     header, *lines = (line.split("\t") for line in out.splitlines())
     assert header[:4] == ["tokens", "path", "pipeline", "transport"]
     assert {"compute_ns", "groups", "exposed_ns", "ttft_mean_ns"} <= set(header)
-    assert [(line[0], line[2]) for line in lines] == [("64", how) for how in ("off", "on", "measured")]
+    assert [(line[0], line[2]) for line in lines] == [("64", how) for how in ("off", "on", "auto")]
 
 
 def test_interrupting_fleets_in_turns_prints_what_each_has_measured(spawn: Run):

@@ -50,7 +50,7 @@ def test_ranks_are_added_up_and_that_is_said() -> None:
         ([rank("off")], "pipeline off"),
         ([rank("off", off=7)], "pipeline off   0 of 7 forwards pipelined, else off"),
         ([rank("on", 8, override=2)], "pipeline on, 8 layers a group   2 of 2 forwards pipelined"),
-        ([rank("measured")], "pipeline measured from 3,072 tokens   no forward yet"),
+        ([rank("auto")], "pipeline auto from 3,072 tokens   no forward yet"),
         ([rank("off", off=1), rank("on", 8)], "pipeline off or on, 8 layers a group   0 of 1 forwards (on 2 ranks)"),
     ],
 )

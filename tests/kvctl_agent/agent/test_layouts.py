@@ -428,7 +428,7 @@ class TestLayerGroups:
         assert counted == {"few-tokens": 1, "formula": 1, "override": 1, "off": 1}
 
     def test_measured_learns_from_rooms_that_were_sent_in_groups(self, make: Make) -> None:
-        fleet = make(ParallelConfig(), ParallelConfig(), pipeline="measured", pipeline_min_tokens=16)
+        fleet = make(ParallelConfig(), ParallelConfig(), pipeline="auto", pipeline_min_tokens=16)
         (agent,) = fleet.prefill[0].agents
         seen: list[Any] = []
         agent.parts.control.executors[Overlapped] = seen.append

@@ -297,4 +297,4 @@ def test_whatever_the_environment_holds_it_is_valid_settings_or_a_config_error(e
 def test_what_is_allowed_reads_as_a_sentence() -> None:
     assert allowed(KEYS_BY_NAME["copy_threads"]) == "an int from 0 to 64, or auto"
     assert allowed(KEYS_BY_NAME["staging_ring_mb"]) == "an int from 1 to 1048576 MiB"
-    assert allowed(KEYS_BY_NAME["pipeline"]) == "one of off, on, measured"
+    assert allowed(KEYS_BY_NAME["pipeline"]) == "one of off, on, auto"

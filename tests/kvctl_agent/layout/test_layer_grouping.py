@@ -155,7 +155,7 @@ class TestOverride:
         grouping = group_layers(0, 80, ForwardInfo((1,)), self.SIZED)
         assert (sizes(grouping), grouping.reason) == ([24, 24, 24, 8], "override")
 
-    @pytest.mark.parametrize("mode", ["on", "measured"])
+    @pytest.mark.parametrize("mode", ["on", "auto"])
     def test_in_every_mode(self, mode: Any) -> None:
         options = replace(self.SIZED, mode=mode)
         assert group_layers(0, 80, ForwardInfo((9216,)), options, choose=lambda *_: 2).reason == "override"
@@ -171,7 +171,7 @@ class TestOverride:
 
 
 class TestMeasured:
-    MEASURED = GroupingOptions(mode="measured")
+    MEASURED = GroupingOptions(mode="auto")
 
     def test_the_chooser_gets_the_number_of_the_formula(self) -> None:
         asked: list[tuple[float, int, int]] = []
@@ -213,7 +213,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("change", "text"),
         [
-            ({"mode": "always"}, "pipeline = 'always': it takes one of off, on, measured"),
+            ({"mode": "always"}, "pipeline = 'always': it takes one of off, on, auto"),
             ({"min_tokens": -1}, "pipeline_min_tokens = -1: it must be 0 or more"),
             ({"max_iters": 0, "min_iters": 0}, "pipeline_max_iters = 0: it must be 1 or more"),
             ({"group_size": 0}, "pipeline_group_size = 0"),
@@ -236,7 +236,7 @@ class TestOptions:
     flags=st.lists(st.booleans(), min_size=7, max_size=7),
     layers=st.integers(0, 100),
     size=st.none() | st.integers(1, 100),
-    mode=st.sampled_from(["off", "on", "measured"]),
+    mode=st.sampled_from(["off", "on", "auto"]),
 )
 def test_groups_come_with_a_reason_for_and_none_with_a_reason_against(
     tokens: list[int], flags: list[bool], layers: int, size: int | None, mode: Any

@@ -187,9 +187,9 @@ class TestPipelined:
         use = {"mode": "on", "min_tokens": 3072, "group_size": 2, "decisions": {"override": 3, "empty-batch": 1}}
         assert ask(connect, done.prefill[0], "status")["pipeline"] == use
         assert ask(connect, done.prefill[1], "status")["pipeline"] == {**use, "decisions": {}}
-        done.prefill[1].set_pipeline("measured")
+        done.prefill[1].set_pipeline("auto")
         measured = ask(connect, done.prefill[1], "status")["pipeline"]
-        assert (measured["mode"], measured["group_size"]) == ("measured", None)
+        assert (measured["mode"], measured["group_size"]) == ("auto", None)
 
     def test_metrics(self, done: Any, connect: Any) -> None:
         families = {family["name"]: family["samples"] for family in ask(connect, done.prefill[0], "metrics")}

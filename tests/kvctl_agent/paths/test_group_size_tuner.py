@@ -1,4 +1,4 @@
-"""Mode measured finds nearly the best number of groups, and costs almost nothing if the formula is right.
+"""Mode auto finds nearly the best number of groups, and costs almost nothing if the formula is right.
 
 Forwards are simulated: compute C and transfer T overlap as in the model or differently, every group has an overhead,
 and observations are noisy. The tests compare the true costs of the chosen N.

@@ -152,7 +152,7 @@ def test_stages_are_layers():
 
 def test_cp_modes_and_pipelines_are_lists_of_known_words():
     assert parse_cp_modes("rank0,all-chunk,rank0") == ("rank0", "all-chunk")
-    assert parse_pipelines("off,on,measured,4") == ("off", "on", "measured", "4")
+    assert parse_pipelines("off,on,auto,4") == ("off", "on", "auto", "4")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_cp_modes_and_pipelines_are_lists_of_known_words():
     [
         (parse_cp_modes, "al", "did you mean all?"),
         (parse_cp_modes, "", "no value is given; allowed: rank0, all, all-chunk, room-hash"),
-        (parse_pipelines, "messured", "did you mean measured"),
+        (parse_pipelines, "autto", "did you mean auto"),
         (parse_pipelines, "0", "'0' is unknown"),
         (parse_pipelines, "-1", "'-1' is unknown"),
     ],

@@ -121,7 +121,7 @@ class TestHooks:
             request.status = vllm.RequestStatus.FINISHED_ABORTED
             assert finish(request, ([],)) == (True, None)
 
-    @pytest.mark.parametrize(("pipeline", "needed"), [("off", False), ("on", True), ("measured", True)])
+    @pytest.mark.parametrize(("pipeline", "needed"), [("off", False), ("on", True), ("auto", True)])
     def test_layers_that_are_sent_apart_exclude_whole_graphs(self, pipeline: str, needed: bool) -> None:
         assert connector.KvctlConnector.requires_piecewise_for_cudagraph({"pipeline": pipeline}) is needed
 
