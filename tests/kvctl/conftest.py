@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import os
+import socket
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ from kvctl_agent.errors import RequestRefused
 from kvctl_agent.observer.server import SERVED_HERE
 from tests.support import answers as typical
 from tests.support.admin_server import AdminServer
-from tests.support.answers import MS, NOW, S, gated_part
+from tests.support.answers import MS, NOW, S, gated_part, refusal
 from tests.support.answers import NONCE as NONCE
 from tests.support.answers import role as role_of
 
@@ -542,9 +544,7 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
 def refusals() -> dict[str, Callable[[dict[str, Any]], Any]]:
     """Handlers that refuse every declared command without a fixed answer."""
 
-    def refuse(_: dict[str, Any]) -> Any:
-        raise RequestRefused(ErrorCode.NOT_PERMITTED, "not in this fleet of fixed answers")
-
+    refuse = refusal(ErrorCode.NOT_PERMITTED, "not in this fleet of fixed answers")
     return dict.fromkeys(COMMANDS_BY_NAME.keys() - SERVED_HERE, refuse)
 
 
@@ -571,6 +571,34 @@ def socket_directory(surroundings: None) -> Path:
     path = Path(os.environ["KVCTL_SOCKET_DIR"])
     path.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+@pytest.fixture
+def leave_stale(socket_directory: Path) -> Callable[[str], Path]:
+    """`leave_stale("dead")`: leave the socket of an agent that was killed."""
+
+    def leave(name: str) -> Path:
+        path = socket_directory / f"{name}.sock"
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.bind(os.fspath(path))
+        return path
+
+    return leave
+
+
+@pytest.fixture
+def hang(socket_directory: Path) -> Iterator[Callable[[str], Path]]:
+    """`hang("hung")`: start an agent that takes connections and never answers."""
+    with ExitStack() as listeners:
+
+        def listen(name: str) -> Path:
+            path = socket_directory / f"{name}.sock"
+            listener = listeners.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(os.fspath(path))
+            listener.listen()
+            return path
+
+        yield listen
 
 
 @pytest.fixture

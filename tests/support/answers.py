@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from kvctl_agent.contract.admin import ErrorCode
+from kvctl_agent.errors import RequestRefused
 
 MS = 1_000_000
 S = 1_000_000_000
@@ -13,6 +17,15 @@ _RUNS = {"ended_age_ns": None, "ended_why": None, "process_state": "sleeping", "
 
 def role(name: str) -> str:
     return name.partition("-")[0]
+
+
+def refusal(code: str = ErrorCode.INTERNAL, text: str = "boom") -> Callable[[Any], Any]:
+    """Handler of a command that refuses every request."""
+
+    def refuse(_: Any) -> Any:
+        raise RequestRefused(code, text)
+
+    return refuse
 
 
 def hello(name: str, **changes: Any) -> dict[str, Any]:

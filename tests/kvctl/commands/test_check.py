@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -100,23 +98,18 @@ def test_nobody_there_is_critical(calm: None, kvctl: Any) -> None:
     assert outcome.out.startswith("KVCTL ROOMS CRITICAL - no agent found")
 
 
-def test_who_hangs_is_critical_everywhere_and_told_once(
-    calm: None, socket_directory: Path, start: Any, kvctl: Any
-) -> None:
-    with socket.socket(socket.AF_UNIX) as hung:
-        hung.bind(os.fspath(socket_directory / "hung.sock"))
-        hung.listen()
-        start("decode-0")
-        outcome = kvctl("check", "all", "--timeout", "3s")
-        assert kvctl("check", "transport", "--timeout", "300ms").code == 2
+def test_who_hangs_is_critical_everywhere_and_told_once(calm: None, hang: Any, start: Any, kvctl: Any) -> None:
+    hang("hung")
+    start("decode-0")
+    outcome = kvctl("check", "all", "--timeout", "3s")
+    assert kvctl("check", "transport", "--timeout", "300ms").code == 2
     assert outcome.code == 2
     assert outcome.out.startswith("KVCTL CRITICAL - hung: no answer within 3 s")
     assert outcome.out.count("hung: ") == 1
 
 
-def test_who_was_killed_leaves_a_warning(calm: None, socket_directory: Path, start: Any, kvctl: Any) -> None:
-    with socket.socket(socket.AF_UNIX) as gone:
-        gone.bind(os.fspath(socket_directory / "dead.sock"))
+def test_who_was_killed_leaves_a_warning(calm: None, leave_stale: Any, start: Any, kvctl: Any) -> None:
+    leave_stale("dead")
     start("decode-0")
     outcome = kvctl("check", "all")
     assert outcome.code == 1

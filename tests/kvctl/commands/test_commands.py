@@ -15,8 +15,8 @@ from kvctl.client.health_reads import BRIEF
 from kvctl.commands import queries
 from kvctl_agent.contract.admin import ErrorCode, region_directory
 from kvctl_agent.contract.commands import COMMANDS_BY_NAME, Level
-from kvctl_agent.errors import RequestRefused
 from kvctl_agent.observer.server import SERVED_HERE
+from tests.support.answers import refusal
 
 READING = (
     ("status",),
@@ -43,13 +43,6 @@ READING = (
 
 def data(out: str) -> Any:
     return json.loads(out)["data"]
-
-
-def fail(code: ErrorCode, text: str) -> Any:
-    def handler(_: dict[str, Any]) -> Any:
-        raise RequestRefused(code, text)
-
-    return handler
 
 
 @pytest.mark.parametrize("args", READING, ids=" ".join)
@@ -125,7 +118,7 @@ def test_a_cut_list_says_so(fleet: Any, kvctl: Any) -> None:
 
 def test_partial_answers_are_printed_named_and_exit_7(start: Any, kvctl: Any) -> None:
     start("decode-0")
-    start("decode-1", {"peers": fail(ErrorCode.INTERNAL, "peers failed inside the agent: boom")})
+    start("decode-1", {"peers": refusal(ErrorCode.INTERNAL, "peers failed inside the agent: boom")})
     outcome = kvctl("peers", "-o", "json")
     assert outcome.code == 7
     document = json.loads(outcome.out)
@@ -141,7 +134,7 @@ def test_partial_answers_are_printed_named_and_exit_7(start: Any, kvctl: Any) ->
     [(ErrorCode.NOT_PERMITTED, 5), (ErrorCode.UNKNOWN_COMMAND, 6), (ErrorCode.INTERNAL, 1)],
 )
 def test_when_all_refuse_the_reason_is_the_exit_code(code: ErrorCode, expected: int, start: Any, kvctl: Any) -> None:
-    start("decode-0", {"layers": fail(code, "no")})
+    start("decode-0", {"layers": refusal(code, "no")})
     assert kvctl("layers").code == expected
 
 
@@ -152,21 +145,18 @@ def test_another_protocol_exits_6(start: Any, kvctl: Any) -> None:
     assert "this kvctl speaks 1 to 1: update kvctl" in outcome.err
 
 
-def test_a_hanging_agent_exits_4_and_with_others_7(socket_directory: Path, start: Any, kvctl: Any) -> None:
-    with socket.socket(socket.AF_UNIX) as hung:
-        hung.bind(os.fspath(socket_directory / "hung.sock"))
-        hung.listen()
-        assert kvctl("status", "--timeout", "100ms").code == 4
-        start("decode-0")
-        outcome = kvctl("status", "--timeout", "3s", "-o", "table")
+def test_a_hanging_agent_exits_4_and_with_others_7(hang: Any, start: Any, kvctl: Any) -> None:
+    hang("hung")
+    assert kvctl("status", "--timeout", "100ms").code == 4
+    start("decode-0")
+    outcome = kvctl("status", "--timeout", "3s", "-o", "table")
     assert outcome.code == 7
     assert "1 agent, 1 not answering" in outcome.out
     assert "hung: no answer within 3 s" in outcome.err
 
 
-def test_stale_sockets_are_marked_and_harm_nobody(socket_directory: Path, start: Any, kvctl: Any) -> None:
-    with socket.socket(socket.AF_UNIX) as gone:
-        gone.bind(os.fspath(socket_directory / "dead.sock"))
+def test_stale_sockets_are_marked_and_harm_nobody(leave_stale: Any, start: Any, kvctl: Any) -> None:
+    leave_stale("dead")
     outcome = kvctl("agents", "-o", "json")
     assert outcome.code == 3
     assert [(row["agent"], row["state"]) for row in data(outcome.out)] == [("dead", "stale")]
@@ -293,11 +283,12 @@ def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, cann
         assert used <= {arg.name for arg in COMMANDS_BY_NAME[name].args}
 
 
-def test_prune_removes_what_the_dead_left_and_nothing_else(socket_directory: Path, start: Any, kvctl: Any) -> None:
+def test_prune_removes_what_the_dead_left_and_nothing_else(
+    leave_stale: Any, socket_directory: Path, start: Any, kvctl: Any
+) -> None:
     start("decode-0")
     for name in ("killed", "no-lock", "held"):
-        with socket.socket(socket.AF_UNIX) as gone:
-            gone.bind(os.fspath(socket_directory / f"{name}.sock"))
+        leave_stale(name)
     for name in ("killed", "held"):
         (socket_directory / f"{name}.lock").write_text("4194304\n")
     (socket_directory / "foreign.sock").write_text("no socket")

@@ -6,7 +6,6 @@ import os
 import pty
 import select
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -93,10 +92,9 @@ def test_every_command_has_a_word_of_help(ask: Ask) -> None:
 
 
 def test_agents_and_rooms_are_the_living_ones(
-    fleet: Any, socket_directory: Path, canned: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    fleet: Any, leave_stale: Any, canned: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket(socket.AF_UNIX) as gone:
-        gone.bind(os.fspath(socket_directory / "dead.sock"))
+    leave_stale("dead")
     monkeypatch.setattr(completion, "_ANSWER_NS", (60 * 10**9,))  # a busy machine answers late
     assert list(ask("-e", "")) == sorted(fleet)
     assert list(ask("peers", "diff", "prefill-0", "dec")) == ["decode-0", "decode-1"]
@@ -107,16 +105,12 @@ def test_agents_and_rooms_are_the_living_ones(
     assert list(ask("-e", "nobody", "rooms", "show", "")) == []
 
 
-def test_a_hung_agent_and_a_broken_file_are_met_with_silence(
-    start: Any, socket_directory: Path, tmp_path: Path, ask: Ask
-) -> None:
+def test_a_hung_agent_and_a_broken_file_are_met_with_silence(start: Any, hang: Any, tmp_path: Path, ask: Ask) -> None:
     start("decode-0")
-    with socket.socket(socket.AF_UNIX) as hung:
-        hung.bind(os.fspath(socket_directory / "hung.sock"))
-        hung.listen()
-        deadline = time.monotonic() + PATIENCE_S
-        while "7" not in ask("rooms", "show", ""):
-            assert time.monotonic() < deadline
+    hang("hung")
+    deadline = time.monotonic() + PATIENCE_S
+    while "7" not in ask("rooms", "show", ""):
+        assert time.monotonic() < deadline
     (tmp_path / "kvctl").mkdir()
     (tmp_path / "kvctl" / "config.toml").write_text("= =")
     broken = {"XDG_CONFIG_HOME": str(tmp_path)}

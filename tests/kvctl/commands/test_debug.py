@@ -21,8 +21,7 @@ from kvctl.client.recordings import load
 from kvctl.commands import debug_bundle
 from kvctl.commands.output import Output
 from kvctl_agent.contract import recording as form
-from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 KEY = "0123456789abcdef" * 4
 
@@ -199,11 +198,8 @@ def test_an_older_bundle_is_redacted_from_its_file(telling: None, kvctl: Any, tm
 def test_an_agent_that_hangs_and_one_that_refuses_hold_nobody_up(
     start: Any, socket_directory: Path, kvctl: Any, tmp_path: Path
 ) -> None:
-    def refuse(_: Any) -> Any:
-        raise RequestRefused(ErrorCode.INTERNAL, "boom")
-
     start("decode-0")
-    start("prefill-0", {"staging": refuse})
+    start("prefill-0", {"staging": refusal()})
     path = tmp_path / "b.tar.zst"
     with socket.socket(socket.AF_UNIX) as hung:
         hung.bind(str(socket_directory / "decode-1.sock"))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.view import Fact
-from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 FACTS = [
     Fact(
@@ -119,14 +116,10 @@ def test_the_command_of_a_vllm_server(monkeypatch: pytest.MonkeyPatch, kvctl: An
     assert [row["severity"] for row in rows if row["subject"] == "vLLM"] == ["info"]
 
 
-def test_who_does_not_answer_comes_first_with_what_became_of_it(
-    host: None, socket_directory: Path, start: Any, kvctl: Any
-) -> None:
-    with socket.socket(socket.AF_UNIX) as hung:
-        hung.bind(os.fspath(socket_directory / "hung.sock"))
-        hung.listen()
-        start("decode-0")
-        outcome = kvctl("doctor", "--timeout", "3s", "-o", "json")
+def test_who_does_not_answer_comes_first_with_what_became_of_it(host: None, hang: Any, start: Any, kvctl: Any) -> None:
+    hang("hung")
+    start("decode-0")
+    outcome = kvctl("doctor", "--timeout", "3s", "-o", "json")
     assert outcome.code == 1
     row = json.loads(outcome.out)["data"][0]
     assert (row["rank"], row["subject"], row["agents"]) == (1, "hung", ["hung"])
@@ -136,9 +129,7 @@ def test_who_does_not_answer_comes_first_with_what_became_of_it(
 def test_an_agent_that_fails_several_commands_for_one_reason_is_one_finding(
     sound: None, start: Any, kvctl: Any
 ) -> None:
-    def refuse(_: dict[str, Any]) -> Any:
-        raise RequestRefused(ErrorCode.INTERNAL, "boom")
-
+    refuse = refusal()
     start("decode-0", {"staging": refuse, "peers": refuse})
     outcome = kvctl("doctor", "-o", "table")
     assert (outcome.code, outcome.err) == (1, "kvctl: decode-0: boom\n")

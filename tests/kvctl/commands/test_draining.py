@@ -12,7 +12,7 @@ import pytest
 
 from kvctl.health.codes.ready import agent_draining
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 S = 1_000_000_000
 RESUME = "kvctl resume decode-1"
@@ -131,9 +131,7 @@ def test_an_agent_that_ends_while_it_drains_has_drained(start: Any, canned: Any,
 
 
 def test_a_drain_that_failed_is_not_waited_for(start: Any, canned: Any, kvctl: Any) -> None:
-    def drain(_: Any) -> Any:
-        raise RequestRefused(ErrorCode.REFUSED, "SGLang owns admission")
-
+    drain = refusal(ErrorCode.REFUSED, "SGLang owns admission")
     start("decode-0", {"status": lambda _: canned.status("decode-0"), "drain": drain})
     outcome = kvctl("drain", "decode-0", "--yes", "--wait", "60s")
     assert outcome.code == 1

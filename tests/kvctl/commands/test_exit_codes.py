@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,29 +32,26 @@ Make = Callable[[Severity | None, bool, bool], None]
 
 
 @pytest.fixture
-def make(start: Any, socket_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(start: Any, hang: Any, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Builds a fleet with a finding of the severity, with or without agents, and with an agent that hangs."""
-    with ExitStack() as stack:
 
-        def situation(severity: Severity | None, agent: bool, hangs: bool) -> None:
-            def find(snapshot: Any) -> Iterator[Finding]:
-                if severity is not None and snapshot.agents:
-                    yield Finding("KV_TOY", severity, "fleet", (), "a cause", "a remedy")
+    def situation(severity: Severity | None, agent: bool, hangs: bool) -> None:
+        def find(snapshot: Any) -> Iterator[Finding]:
+            if severity is not None and snapshot.agents:
+                yield Finding("KV_TOY", severity, "fleet", (), "a cause", "a remedy")
 
-            code = Code("KV_TOY", "sees", "means", "remedy", Severity.CRITICAL, find)
-            for module in ("health.engine", "commands.health"):
-                monkeypatch.setattr(f"kvctl.{module}.CODES", (code,))
-            monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", {"KV_TOY": code})
-            monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
-            monkeypatch.setattr("kvctl.commands.doctor.inspect", lambda *_: [])
-            if agent:
-                start("decode-0")
-            if hangs:
-                hung = stack.enter_context(socket.socket(socket.AF_UNIX))
-                hung.bind(os.fspath(socket_directory / "hung.sock"))
-                hung.listen()
+        code = Code("KV_TOY", "sees", "means", "remedy", Severity.CRITICAL, find)
+        for module in ("health.engine", "commands.health"):
+            monkeypatch.setattr(f"kvctl.{module}.CODES", (code,))
+        monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", {"KV_TOY": code})
+        monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
+        monkeypatch.setattr("kvctl.commands.doctor.inspect", lambda *_: [])
+        if agent:
+            start("decode-0")
+        if hangs:
+            hang("hung")
 
-        yield situation
+    return situation
 
 
 def run(judge: str, kvctl: Any, *more: str) -> int:

@@ -15,7 +15,7 @@ from kvctl.client.recordings import RecordingSource
 from kvctl.commands.settings import OUTPUTS
 from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 ROOM = "18446744073709551615"
 READING = (
@@ -83,11 +83,8 @@ def test_answers_are_dated_as_they_were(recording: Path, kvctl: Any) -> None:
 
 
 def test_faults_and_refusals_are_the_same(start: Any, kvctl: Any, tmp_path: Path) -> None:
-    def refuse(_: dict[str, Any]) -> Any:
-        raise RequestRefused(ErrorCode.INTERNAL, "boom")
-
     start("decode-0")
-    start("decode-1", {"peers": refuse})
+    start("decode-1", {"peers": refusal()})
     start("newer", protocol=[7, 9])
     path = tmp_path / "some.kvrec"
     assert kvctl("record", str(path)).code == 7
@@ -99,10 +96,10 @@ def test_faults_and_refusals_are_the_same(start: Any, kvctl: Any, tmp_path: Path
 
 @pytest.mark.parametrize("command", [("record",), ("debug", "bundle")])
 def test_an_agent_that_keeps_no_inputs_is_no_fault(start: Any, kvctl: Any, tmp_path: Path, command: Any) -> None:
-    def refuse(_: dict[str, Any]) -> Any:
-        raise RequestRefused(ErrorCode.REFUSED, "observe mode: the engine owns the protocol, which records no inputs")
-
-    start("decode-0", {"inputs": refuse})
+    start(
+        "decode-0",
+        {"inputs": refusal(ErrorCode.REFUSED, "observe mode: the engine owns the protocol, which records no inputs")},
+    )
     outcome = kvctl(*command, str(tmp_path / "observed"))
     assert (outcome.code, outcome.err.count("inputs of 1 agent: observe mode: the engine owns the protocol")) == (0, 1)
     assert "kvctl replay" not in outcome.out + outcome.err

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 pytestmark = pytest.mark.usefixtures("toy_codes")
 
@@ -202,17 +200,15 @@ class TestStatus:
         )
 
     def test_a_reading_without_all_agents_is_never_without_a_problem(
-        self, socket_directory: Path, start: Any, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+        self, hang: Any, start: Any, kvctl: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("kvctl.health.engine.CODES", ())
         monkeypatch.setattr("kvctl.commands.health.CODES", ())
-        with socket.socket(socket.AF_UNIX) as hung:
-            hung.bind(os.fspath(socket_directory / "hung.sock"))
-            hung.listen()
-            start("decode-0")
-            status = kvctl("status", "--timeout", "200ms", "-o", "table")
-            health = kvctl("health", "--timeout", "200ms", "-o", "table")
-            detail = kvctl("health", "detail", "--timeout", "200ms")
+        hang("hung")
+        start("decode-0")
+        status = kvctl("status", "--timeout", "200ms", "-o", "table")
+        health = kvctl("health", "--timeout", "200ms", "-o", "table")
+        detail = kvctl("health", "detail", "--timeout", "200ms")
         assert (status.code, status.out.splitlines()[0]) == (7, "fleet    ? incomplete   1 agent, 1 not answering")
         first = "? incomplete   1 agent, 0 codes examined, 1 not answering"
         assert (health.code, health.out.splitlines()[0]) == (1, first)
@@ -221,20 +217,14 @@ class TestStatus:
     def test_an_agent_that_did_not_answer_everything_is_not_ok(
         self, start: Any, kvctl: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def refuse(_: dict[str, Any]) -> Any:
-            raise RequestRefused(ErrorCode.INTERNAL, "boom")
-
         monkeypatch.setattr("kvctl.health.engine.CODES", ())
-        start("decode-0", {"staging": refuse})
+        start("decode-0", {"staging": refusal()})
         outcome = kvctl("status", "-o", "table")
         assert (outcome.code, outcome.out.splitlines()[0]) == (0, "fleet    ? incomplete   1 agent")
         assert data(kvctl("status", "-o", "json").out)[0]["health"] == ["incomplete"]
 
     def test_an_agent_that_refuses_what_only_health_reads_has_answered(self, start: Any, kvctl: Any) -> None:
-        def refuse(_: dict[str, Any]) -> Any:
-            raise RequestRefused(ErrorCode.INTERNAL, "boom")
-
-        start("decode-0", {"staging": refuse})
+        start("decode-0", {"staging": refusal()})
         outcome = kvctl("status", "-o", "json")
         assert (outcome.code, outcome.err) == (0, "kvctl: decode-0: health is incomplete: boom\n")
         assert data(outcome.out)[0]["health"] == ["KV_RING_FULL"]

@@ -14,7 +14,7 @@ from kvctl.commands.options import GlobalOptions
 from kvctl.commands.registry import COMMANDS, load
 from kvctl.commands.settings import OUTPUTS
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 # ESC and a title for the terminal, one-byte CSI, a backspace, NEL, overrides and isolates of direction, zero width,
 # a tag character, and a carriage return.
@@ -83,8 +83,7 @@ def hostile_fleet(start: Any, canned: Any) -> None:
         start(name, handlers, version=f"0.1.0{HOSTILE}", incarnation=HOSTILE, capabilities=[HOSTILE])
 
 
-def _refuse(_: dict[str, Any]) -> Any:
-    raise RequestRefused(ErrorCode.NOT_PERMITTED, HOSTILE)
+_refuse = refusal(ErrorCode.NOT_PERMITTED, HOSTILE)
 
 
 def raw(text: str) -> list[str]:

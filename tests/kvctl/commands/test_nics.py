@@ -11,7 +11,7 @@ import pytest
 from kvctl.exit_codes import ExitCode
 from kvctl.render.nics import nic_rows
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 S = 1_000_000_000
 
@@ -21,8 +21,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
 
 
-def unknown(_: Any) -> Any:
-    raise RequestRefused(ErrorCode.UNKNOWN_COMMAND, "unknown command 'nics'")
+unknown = refusal(ErrorCode.UNKNOWN_COMMAND, "unknown command 'nics'")
 
 
 def test_rates_are_those_between_the_two_readings(start: Any, kvctl: Any, canned: Any) -> None:

@@ -24,6 +24,7 @@ from kvctl.commands.mutations import permitted
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 ROOM = "18446744073709551615"
 # One call of each command, and the agents that execute it in the fleet of fixed answers.
@@ -94,8 +95,7 @@ class Agent(NamedTuple):
     endpoint: Endpoint = Endpoint("agent", Path("agent.sock"))
 
 
-def forbidden(_: dict[str, Any]) -> Any:
-    raise RequestRefused(ErrorCode.NOT_PERMITTED, "drain needs level operate, this client has read")
+forbidden = refusal(ErrorCode.NOT_PERMITTED, "drain needs level operate, this client has read")
 
 
 def test_without_leave(start: Any, kvctl: Any) -> None:
@@ -436,10 +436,7 @@ class TestProbe:
         assert (row["carried"], row["moved_bytes"]) == ({"mlx5_0:1": 101 << 20}, 100 << 20)
 
     def test_an_agent_without_counters_is_measured_all_the_same(self, start: Any, kvctl: Any) -> None:
-        def unknown(_: Any) -> Any:
-            raise RequestRefused(ErrorCode.BAD_ARGUMENT, "nics has no argument 'fresh'")
-
-        start("prefill-0", {"nics": unknown})
+        start("prefill-0", {"nics": refusal(ErrorCode.BAD_ARGUMENT, "nics has no argument 'fresh'")})
         outcome = kvctl("peers", "probe", "-o", "json")
         assert (outcome.code, outcome.err) == (0, "")
         row = orjson.loads(outcome.out)["data"][0]

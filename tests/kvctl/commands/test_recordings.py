@@ -19,6 +19,7 @@ from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RecordingError, RecordingVersionError, RequestRefused
 from kvctl_agent.protocol import events as ev
+from tests.support.answers import refusal
 
 
 def read(path: Path) -> list[form.Frame]:
@@ -78,16 +79,13 @@ def test_nobody_there_leaves_no_file(kvctl: Any, tmp_path: Path) -> None:
 def test_part_of_a_fleet_is_saved_and_exits_7(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:
     """One agent refuses at once, another after half of its inputs; the saved inputs can be replayed."""
 
-    def refuse(_: Any) -> Any:
-        raise RequestRefused(ErrorCode.NOT_PERMITTED, "inputs needs level operate")
-
     def half(args: Any) -> Any:
         if args.get("since"):
             raise RequestRefused(ErrorCode.INTERNAL, "boom")
         return canned.inputs("decode-1", 0)
 
     start("prefill-0")
-    start("decode-0", {"inputs": refuse})
+    start("decode-0", {"inputs": refusal(ErrorCode.NOT_PERMITTED, "inputs needs level operate")})
     start("decode-1", {"inputs": half})
     path = tmp_path / "some.kvrec"
     outcome = kvctl("record", str(path))
@@ -98,10 +96,7 @@ def test_part_of_a_fleet_is_saved_and_exits_7(start: Any, kvctl: Any, canned: An
 
 
 def test_where_inputs_are_refused_there_are_moments_still(start: Any, kvctl: Any, tmp_path: Path) -> None:
-    def refuse(_: Any) -> Any:
-        raise RequestRefused(ErrorCode.NOT_PERMITTED, "inputs needs level operate")
-
-    start("decode-0", {"inputs": refuse})
+    start("decode-0", {"inputs": refusal(ErrorCode.NOT_PERMITTED, "inputs needs level operate")})
     path = tmp_path / "some.kvrec"
     outcome = kvctl("record", str(path))
     assert outcome.code == 7

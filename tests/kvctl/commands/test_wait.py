@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.errors import RequestRefused
+from tests.support.answers import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -125,10 +124,7 @@ def test_a_room_that_nobody_knows_yet(fleet: Any, kvctl: Any) -> None:
 
 
 def test_an_agent_that_does_not_say_is_missing(start: Any, kvctl: Any) -> None:
-    def refuse(_: dict[str, Any]) -> Any:
-        raise RequestRefused(ErrorCode.INTERNAL, "boom")
-
-    start("decode-0", {"status": refuse})
+    start("decode-0", {"status": refusal()})
     outcome = kvctl("wait", "--for", "ready", "--timeout", "10ms")
     assert outcome.code == 4
     assert "decode-0: boom" in outcome.err
