@@ -61,7 +61,7 @@ LOGS = View(
 def logs(settings: Settings, files: tuple[str, ...]) -> None:
     """Name the known failures in the logs of engines, with the line, its cause and the next step.
 
-    FILE is a log of SGLang, vLLM, NIXL, UCX, Mooncake or NCCL, also compressed by gzip or zstd; - is stdin. What
+    FILE is a log of SGLang, vLLM, NIXL, UCX, Mooncake or NCCL, also compressed by gzip; - is stdin. What
     matters to the transfer of KV caches is searched for: lost servers, timeouts, expired leases, servers that do not
     fit together, transports that are missing, memory that cannot be registered. A line that is not known is not
     reported.

@@ -24,7 +24,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity, counted
 from kvctl.lab.preflight.judge import findings, pair_rows, to_measure_again
 from kvctl.lab.preflight.manifest import manifest
-from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results, is_plain, place_ranks
+from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results, place_ranks
 from kvctl.lab.ranks.planner import plan as make_plan
 from kvctl.lab.ranks.request import DEVICES, Load, Tokens
 from kvctl.render.findings import headline, paragraph, row
@@ -83,7 +83,7 @@ def _image(text: str) -> str:
 def _plain_command(text: str) -> tuple[str, ...]:
     command = _command(text)
     for word in command:
-        if not is_plain(word):
+        if shlex.quote(word) != word:
             raise ValueError(
                 f"{word!r} has characters that a shell on the host would interpret: use a path without them"
             )

@@ -20,15 +20,15 @@ _BLOCK_BYTES = 1 << 20
 _LINE_BYTES = 1 << 18  # a longer line is cut
 _SHOWN, _SHOWN_BEFORE = 400, 100
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\))")
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP = b"\x1f\x8b"
 _OTHERS = {
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc"),
     b"\xfd7zXZ\x00": ("xz", "xz -dc"),
     b"BZh": ("bzip2", "bzip2 -dc"),
     b"\x04\x22\x4d\x18": ("lz4", "lz4 -dc"),
     b"PK\x03\x04": ("zip", "unzip -p"),
 }
 _MAGIC_BYTES = 6
-_PACKED_BYTES = 1 << 10  # of which zstd makes 32 MiB at most
 
 
 class LogError(Exception):
@@ -66,7 +66,7 @@ class Scan:
         """Searches one log; what was found before an error stays found.
 
         Args:
-            file: may be compressed by gzip or zstd.
+            file: may be compressed by gzip.
             progress: called with the number of bytes that were searched, now and then.
 
         Raises:
@@ -129,38 +129,9 @@ def _blocks(file: BufferedReader) -> Iterator[bytes]:
 def _pieces(file: BufferedReader) -> Iterator[bytes]:
     """Yields the bytes of a file, decompressed if they are compressed."""
     begin = file.peek(_MAGIC_BYTES)
-    if begin.startswith(_ZSTD):
-        yield from _unpacked(file)
-        return
     for magic, (program, unpack) in _OTHERS.items():
         if begin.startswith(magic):
             raise LogError(f"is compressed by {program}, which kvctl does not read: {unpack} FILE | kvctl logs -")
     plain = gzip.GzipFile(fileobj=file) if begin.startswith(_GZIP) else file
     while piece := plain.read(_BLOCK_BYTES):
         yield piece
-
-
-def _unpacked(file: BufferedReader) -> Iterator[bytes]:
-    """Yields the bytes of a file that zstd compressed, of any number of frames."""
-    import zstandard
-
-    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-    frame = unpacker.decompressobj()
-    pieces: list[bytes] = []
-    nbytes = 0
-    try:
-        while packed := file.read(_PACKED_BYTES):
-            while packed:
-                frame = unpacker.decompressobj() if frame.eof else frame
-                pieces.append(frame.decompress(packed))
-                nbytes += len(pieces[-1])
-                packed = frame.unused_data
-            if nbytes >= _BLOCK_BYTES:
-                yield b"".join(pieces)
-                pieces, nbytes = [], 0
-    except zstandard.ZstdError as error:
-        yield b"".join(pieces)
-        raise EOFError(str(error)) from None
-    yield b"".join(pieces)
-    if not frame.eof:
-        raise EOFError("it ends too early")

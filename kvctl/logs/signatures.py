@@ -19,7 +19,7 @@ class Signature:
         code: its name.
         engine: program that writes the line.
         pattern: what the line contains; matches within one line.
-        literals: texts, one of which a line must contain to match.
+        literals: texts, one of which every line that matches contains.
         cause: most likely cause.
         next: next step.
         report: URL of a public report, or the source file of the message.
@@ -35,28 +35,6 @@ class Signature:
     report: str
 
 
-_TOKEN = re.compile(
-    r"\\(?P<class>\w)|\\(?P<escaped>\W)|\[[^]]*\]|(?P<repeat>[?*+]|\{[^}]*\})|(?P<special>[()|.])|(?P<text>.)"
-)
-
-
-def literals(pattern: str) -> tuple[bytes, ...]:
-    """Returns the longest literal outside of groups of each alternative of a pattern, b"" if one has none."""
-    found, depth = [[""]], 0
-    for token in _TOKEN.finditer(pattern):
-        depth += {"(": 1, ")": -1}.get(token[0], 0)
-        plain = token["text"] or token["escaped"]
-        if token[0] == "|" and not depth:
-            found.append([""])
-        elif plain and not depth:
-            found[-1][-1] += plain
-        elif not depth or token[0] == "(":
-            if token["repeat"] and token[0] != "+":
-                found[-1][-1] = found[-1][-1][:-1]
-            found[-1].append("")
-    return tuple(max(runs, key=len).encode() for runs in found)
-
-
 @cache
 def signatures() -> tuple[Signature, ...]:
     """Returns all known failures, in the order of the table."""
@@ -67,7 +45,7 @@ def signatures() -> tuple[Signature, ...]:
                 **row,
                 "severity": Severity[row["severity"].upper()],
                 "pattern": re.compile(row["pattern"].encode()),
-                "literals": literals(row["pattern"]),
+                "literals": tuple(text.encode() for text in row["literals"]),
             }
         )
         for row in rows

@@ -117,12 +117,11 @@ def test_a_blocked_port_is_named_and_bytes_still_pass(hosts: Hosts) -> None:
     assert set(verdicts(data).values()) == {"ok"}
 
 
-def test_an_mtu_hole_is_named_with_the_packets_that_pass(hosts: Hosts) -> None:
+def test_an_mtu_hole_is_named(hosts: Hosts) -> None:
     hosts.network.limit_packets("n1", "n3")
     code, data = hosts.found(*DEADLINE)
     assert (code, problems(data)) == (1, [("critical", "KV_DATA_BLOCKED", "n1 → n3")]), data["findings"]
     (finding,) = [each for each in data["findings"] if each["code"] == "KV_DATA_BLOCKED"]
-    assert 0 < finding["evidence"]["passes_bytes"] <= 1000
     assert "ping -c 3 -M do -s 1472" in finding["remedy"]
     assert verdicts(data)["n1 → n3"] == "critical"
 

@@ -1,21 +1,19 @@
 """Gets an engine's metrics over HTTP and parses them, with a limit on time, size and redirects.
 
-`http.client` reads the answer from a socket whose every read has what is left of the time: with its own time limits,
-those of single reads, a server that sends slowly would hold its caller. Of the text only the lines about engines are
-parsed, none of which is long, because the parser takes time in the square of their length.
+Of the text only the lines about engines are parsed, none of which is long, because the parser takes time in the square
+of their length.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import re
 import socket
 import ssl
 import time
 from collections.abc import Iterable, Iterator
-from http.client import HTTPException, HTTPResponse, IncompleteRead
-from typing import IO, Any
+from http.client import HTTPException
+from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from prometheus_client.metrics_core import Metric
@@ -25,6 +23,7 @@ from kvctl.client.faults import FaultCode
 from kvctl.client.metrics.names import ALIVE, ENGINES
 from kvctl_agent.contract.values import shown
 from kvctl_agent.host import resolver
+from kvctl_agent.host.http_client import AnswerTooLarge, exchange, left_s
 
 MAX_BYTES = 16 << 20
 """Largest answer; a server of eight ranks has half a megabyte."""
@@ -32,7 +31,6 @@ MAX_BYTES = 16 << 20
 _LINE_CHARACTERS = 1 << 14
 _MOST_LINES = 50_000
 _LARGEST = 1e15
-_PIECE_BYTES = 1 << 16
 _RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
 _LOOK_UP_S = 0.005
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -97,10 +95,15 @@ def _until(deadline_ns: int | None, lines: Iterable[str]) -> Any:
 
 def _get(url: SplitResult, deadline_ns: int, *, redirected: bool) -> bytes:
     """Returns the body of the answer to GET; follows one redirect within the server."""
+    path = f"{url.path}?{url.query}" if url.query else url.path
+    request = f"GET {path} HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\nAccept-Encoding: identity\r\n\r\n"
     try:
-        response, body = _exchange(url, deadline_ns)
+        with _connect(url, deadline_ns / 1e9) as connection:
+            status, headers, body = exchange(connection, request.encode(), deadline_ns / 1e9, MAX_BYTES)
     except TimeoutError:
         raise ScrapeError(FaultCode.TIMEOUT, "no answer in time") from None
+    except AnswerTooLarge:
+        raise ScrapeError(FaultCode.PROTOCOL, f"its answer has more than {MAX_BYTES >> 20} MiB") from None
     except ssl.SSLError as error:
         raise ScrapeError(FaultCode.PROTOCOL, f"no TLS connection: {error.reason or error}") from None
     except HTTPException as error:
@@ -109,8 +112,8 @@ def _get(url: SplitResult, deadline_ns: int, *, redirected: bool) -> bytes:
     except OSError as error:
         text = f"cannot connect: {error.strerror or error}; is the server running, with this host and port?"
         raise ScrapeError(FaultCode.UNREACHABLE, text) from None
-    if response.status in _REDIRECTS:
-        location = response.getheader("Location") or ""
+    if status in _REDIRECTS:
+        location = headers["Location"] or ""
         try:
             target = urlsplit(urljoin(url.geturl(), location))
         except ValueError:
@@ -120,85 +123,40 @@ def _get(url: SplitResult, deadline_ns: int, *, redirected: bool) -> bytes:
             text = f"redirects to {where}, which is not followed; give that URL if it is the server's"
             raise ScrapeError(FaultCode.PROTOCOL, text)
         return _get(target, deadline_ns, redirected=True)
-    if response.status == 404:
+    if status == 404:
         text = f"has no {url.path}; start SGLang with --enable-metrics, vLLM without --disable-log-stats"
         raise ScrapeError(FaultCode.PROTOCOL, text)
-    if response.status in {401, 403}:
-        raise ScrapeError(FaultCode.NOT_PERMITTED, f"refuses {url.path} ({response.status})")
-    if response.status != 200:
-        raise ScrapeError(FaultCode.PROTOCOL, f"answers {url.path} with status {response.status}")
+    if status in {401, 403}:
+        raise ScrapeError(FaultCode.NOT_PERMITTED, f"refuses {url.path} ({status})")
+    if status != 200:
+        raise ScrapeError(FaultCode.PROTOCOL, f"answers {url.path} with status {status}")
     return body
 
 
-def _exchange(url: SplitResult, deadline_ns: int) -> tuple[HTTPResponse, bytes]:
-    """Sends the request and returns the answer; raises OSError, HTTPException, or TimeoutError at the deadline."""
-    path = f"{url.path}?{url.query}" if url.query else url.path
-    request = f"GET {path} HTTP/1.1\r\nHost: {url.netloc}\r\nConnection: close\r\nAccept-Encoding: identity\r\n\r\n"
-    with _connect(url, deadline_ns) as connection:
-        connection.settimeout(_left_s(deadline_ns))
-        connection.sendall(request.encode())
-        response = HTTPResponse(_Timed(connection, deadline_ns))  # type: ignore[arg-type]
-        response.begin()
-        pieces: list[bytes] = []
-        while piece := response.read(_PIECE_BYTES):  # all at once, it allocates any Content-Length
-            pieces.append(piece)
-        if response.length:
-            raise IncompleteRead(b"", response.length)
-        return response, b"".join(pieces)
-
-
-def _connect(url: SplitResult, deadline_ns: int) -> socket.socket:
+def _connect(url: SplitResult, deadline_s: float) -> socket.socket:
     host = url.hostname or ""
     begun_ns = time.monotonic_ns()
     while (found := resolver.find(host, begun_ns - _RECENT_NS)) is None:
-        time.sleep(min(_LOOK_UP_S, _left_s(deadline_ns)))
+        time.sleep(min(_LOOK_UP_S, left_s(deadline_s)))
     if not found.addresses:
         raise ScrapeError(FaultCode.UNREACHABLE, found.error)
     port = url.port or _PORTS[url.scheme]
     for number, address in enumerate(found.addresses, 1):
         try:
-            left_s = _left_s(deadline_ns) / (len(found.addresses) - number + 1)
-            connection = socket.create_connection((address, port), left_s)
+            share_s = left_s(deadline_s) / (len(found.addresses) - number + 1)
+            connection = socket.create_connection((address, port), share_s)
             break
         except OSError:
-            if number == len(found.addresses) or time.monotonic_ns() >= deadline_ns:
+            if number == len(found.addresses) or time.monotonic() >= deadline_s:
                 raise
     if url.scheme == "http":
         return connection
     try:
-        connection.settimeout(_left_s(deadline_ns))
+        connection.settimeout(left_s(deadline_s))
         return ssl.create_default_context().wrap_socket(connection, server_hostname=host)
     except BaseException:
         connection.close()
         raise
-
-
-def _left_s(deadline_ns: int) -> float:
-    left_ns = deadline_ns - time.monotonic_ns()
-    if left_ns <= 0:
-        raise TimeoutError
-    return left_ns / 1e9
-
-
-class _Timed(io.RawIOBase):
-    """A connection that HTTPResponse reads until a deadline, and up to `MAX_BYTES`."""
-
-    def __init__(self, connection: socket.socket, deadline_ns: int) -> None:
-        self._connection, self._deadline_ns, self._nbytes = connection, deadline_ns, 0
-
-    def makefile(self, mode: str) -> IO[bytes]:
-        return io.BufferedReader(self, _PIECE_BYTES)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._connection.settimeout(_left_s(self._deadline_ns))
-        nbytes = self._connection.recv_into(buffer)
-        self._nbytes += nbytes
-        if self._nbytes > MAX_BYTES:
-            raise ScrapeError(FaultCode.PROTOCOL, f"its answer has more than {MAX_BYTES >> 20} MiB")
-        return nbytes
 
 
 def _row(family: Metric) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import queue
@@ -9,25 +10,23 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from kvctl.lab.preflight import messages
 from kvctl.lab.ranks.__main__ import block_torch
-from kvctl.lab.ranks.messages import Fatal, LineBuffer, LineTooLong
+from kvctl.lab.ranks.messages import Fatal
 
 _GRACE_S = 5.0
-_READ_BYTES = 1 << 16
 _IDLE_S = 0.005
 _ATTENTIVE_S = 0.0002
 
 
 def main() -> int:
     """Serves commands until the standard input ends; returns the exit code."""
-    # Engines print to stdout.
-    answers = os.dup(1)
-    os.dup2(2, 1)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # engines print to stdout
     signal.signal(signal.SIGTERM, _ended)
     faulthandler.dump_traceback_later(messages.SILENCE_S, exit=True)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -54,21 +53,16 @@ def main() -> int:
         worker.close()
 
 
-def _send(answers: int, kind: str, data: Any) -> None:
-    view = memoryview(msgspec.json.encode({"kind": kind, "data": data}) + b"\n")
-    while view:
-        view = view[os.write(answers, view) :]
+def _send(answers: BinaryIO, kind: str, data: Any) -> None:
+    answers.write(msgspec.json.encode({"kind": kind, "data": data}) + b"\n")
+    answers.flush()
 
 
 def _read(inbox: queue.SimpleQueue[bytes], main_thread: threading.Thread) -> None:
-    lines = LineBuffer()
-    try:
-        while data := os.read(0, _READ_BYTES):
+    with contextlib.suppress(OSError):
+        for line in sys.stdin.buffer:
             faulthandler.dump_traceback_later(messages.SILENCE_S, exit=True)  # here: a command may take longer
-            for line in lines.feed(data):
-                inbox.put(line)
-    except (OSError, LineTooLong):
-        pass
+            inbox.put(line)
     # The client has ended. This ends the process even if its main thread hangs in an engine.
     faulthandler.dump_traceback_later(_GRACE_S, exit=True)
     signal.pthread_kill(main_thread.ident or 0, signal.SIGTERM)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from kvctl.client.clock import ClockOffset
@@ -39,7 +40,8 @@ _SLOW_FACTOR = 5
 _REFERENCES = 3
 _LATE_FACTOR = 10
 _LATE_NS = 2_000_000
-_LONG = 80
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_MEASURED = ("gb_per_s", "latency_ns", "first_ns", "moved_bytes", "round")
 
 
 def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], results: Results) -> list[dict[str, Any]]:
@@ -48,12 +50,12 @@ def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], re
     rows = []
     for prefill, decode in pairs:
         written: Mapping[str, Any] = results.writes.get((prefill, decode), {})
-        measured = bool(written) and not written["error"]
+        measured = {} if written.get("error") else written
         links = results.links.get((host[prefill], host[decode]), ())
         lane, carried = (
-            carried_by(written["before"], written["after"], written["moved_bytes"]) if measured else ("", {})
+            carried_by(measured["before"], measured["after"], measured["moved_bytes"]) if measured else ("", {})
         )
-        interconnect = written.get("interconnect", {})
+        interconnect = measured.get("interconnect", {})
         rows.append(
             {
                 "prefill": prefill,
@@ -61,12 +63,8 @@ def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], re
                 "prefill_host": host[prefill],
                 "decode_host": host[decode],
                 "verdict": "unknown",
-                "gb_per_s": written["gb_per_s"] if measured else None,
                 "others_gb_per_s": None,
-                "latency_ns": written["latency_ns"] if measured else None,
-                "first_ns": written["first_ns"] if measured else None,
-                "moved_bytes": written["moved_bytes"] if measured else None,
-                "round": written["round"] if measured else None,
+                **{key: measured.get(key) for key in _MEASURED},
                 "rtt_ns": min((each["rtt_ns"] for each in links if each["rtt_ns"] is not None), default=None),
                 "mtu": next((each["mtu"] for each in links if each["mtu"] is not None), None),
                 "lane": interconnect.get("name") or lane or None,
@@ -142,22 +140,19 @@ def findings(
 
 
 def _rank_findings(ranks: Sequence[PlannedRank], results: Results, options: Options) -> Iterator[Finding]:
-    alike: dict[tuple[str, str, bool], list[str]] = {}
+    alike: dict[tuple[str, str], list[str]] = {}
     overdue = {prefill for (prefill, _), written in results.writes.items() if written.get("overdue")}
     for rank in ranks:
         if rank.name in results.failed and rank.name not in overdue:  # named with its pair otherwise
-            key = rank.host, results.failed[rank.name], rank.name in results.heard
-            alike.setdefault(key, []).append(rank.name)
-    for (host, text, heard), names in alike.items():
-        kvctl = shlex.join([*options.login(host), *options.python, "-m", "kvctl"])
-        check = f"`{kvctl} doctor --host-only` checks what the engine needs of {host}; the login to it works"
+            alike.setdefault((rank.host, results.failed[rank.name]), []).append(rank.name)
+    for (host, text), names in alike.items():
+        check = shlex.join([*options.login(host), *options.python, "-m", "kvctl", "doctor", "--host-only"])
         yield _critical(
             "KV_NOT_READY",
             host,
             names,
             f"{listed(names)} on {host}: {text}",
-            check if heard else f"`{kvctl} version` must work without questions, and print only the version",
-            {},
+            f"`{check}` must run without questions; it checks what the engine needs of {host}",
         )
     versions = {name: begun["version"] for name, begun in results.begun.items() if begun["version"] != VERSION}
     if versions:
@@ -167,7 +162,6 @@ def _rank_findings(ranks: Sequence[PlannedRank], results: Results, options: Opti
             versions,
             f"{listed(versions)} run kvctl {listed(sorted(set(versions.values())))}, this machine {VERSION}",
             "install one version on all hosts",
-            {},
         )
 
 
@@ -177,72 +171,51 @@ def _link_findings(ranks: Sequence[PlannedRank], results: Results, options: Opti
     for ends, links in results.links.items():
         for link in links:
             if link["state"] == "large lost":
-                yield _too_large(ends, link, addresses[ends[1]], options)
+                address, mtu = addresses[ends[1]], link["mtu"] or 1500
+                yield _critical(
+                    "KV_DATA_BLOCKED",
+                    pair(*ends),
+                    (),
+                    f"{pair(*ends)}: small messages arrive; {link['error']}",
+                    too_large(ends[0], address, mtu, options.login(ends[0])),
+                    {"port": str(link["port"]), "address": address, "mtu": mtu},
+                )
             elif link["state"] != "ok":
                 # Without --port, each host listens on another one.
                 unanswered.setdefault((link["state"], link["port"] if options.ports else 0), {})[ends] = link
-    for (state, port), of_ends in unanswered.items():
+    for of_ends in unanswered.values():
         for common, pairs in common_agents(list(of_ends)):
-            back = [each for each in results.links.get(pairs[0][::-1], ()) if port in (0, each["port"])]
-            failed = {ends: of_ends[ends] for ends in pairs}
-            yield _unanswered(common, failed, state, {each["state"] for each in back}, addresses, options)
-
-
-def _too_large(ends: tuple[str, str], link: Mapping[str, Any], address: str, options: Options) -> Finding:
-    """Returns the finding about large packets that are lost on the way from the first host to the second."""
-    passes, mtu = link.get("passes"), link["mtu"] or 1500
-    sizes = (
-        f"packets of {passes} bytes pass, those of {mtu} bytes do not" if passes else "nor do smaller packets bring it"
-    )
-    return _critical(
-        "KV_DATA_BLOCKED",
-        pair(*ends),
-        (),
-        f"{pair(*ends)}: small messages arrive; {link['error']}: {sizes}",
-        too_large(ends[0], address, mtu, options.login(ends[0])),
-        {"port": str(link["port"]), "address": address, "mtu": mtu, "passes_bytes": passes},
-    )
+            yield _unanswered(common, {ends: of_ends[ends] for ends in pairs}, addresses, options)
 
 
 def _unanswered(
     common: str,
     links: Mapping[tuple[str, str], Mapping[str, Any]],
-    state: str,
-    back: set[str],
     addresses: Mapping[str, str],
     options: Options,
 ) -> Finding:
-    """Returns the finding about links that have a host in common and fail in the same way.
-
-    Args:
-        back: states of the first of these links in the other direction.
-    """
+    """Returns the finding about links that have a host in common and fail in the same way."""
     ends, link = next(iter(links.items()))
     others = sorted({end for each in links for end in each} - {common})
     both = all((target, source) in links for source, target in links)
     sources, targets = (sorted({each[side] for each in links}) for side in (0, 1))
-    subject = f"{common} ↔ {listed(others)}" if both else pair(listed(sources), listed(targets))
     why = {
         "refused": f"{ends[1]} listens there, so a firewall rejects them",
         "unresolved": f"write the host as {ends[1]}=ADDRESS",
-    }.get(state, "a firewall on the way drops the packets, or there is no route")
-    direction = ""
-    if back:
-        direction = "the other direction works" if back == {"ok"} else ""
-        direction = "neither direction works" if back.isdisjoint({"ok", "large lost"}) else direction
+    }.get(link["state"], "a firewall on the way drops the packets, or there is no route")
     address = addresses[ends[1]]
     ping = shlex.join([*options.login(ends[0]), "ping", "-c", "3", address])
     return _critical(
         "KV_PEER_LOST",
-        subject,
+        f"{common} ↔ {listed(others)}" if both else pair(listed(sources), listed(targets)),
         (),
-        f"{pair(*ends)}: {link['error']}{f'; {direction}' if direction else ''}; {why}",
+        f"{pair(*ends)}: {link['error']}; {why}",
         f"`{ping}` shows whether {ends[1]} answers at all: if it does, check the firewalls on the way from {ends[0]} "
         f"to {ends[1]}, or else routes and cables",
         {
             "port": str(link["port"]),
             "address": address,
-            "state": state,
+            "state": link["state"],
             "links": [pair(*each) for each in links],
         },
     )
@@ -257,7 +230,6 @@ def _pair_findings(rows: Sequence[Mapping[str, Any]], results: Results, options:
             (row["prefill"], row["decode"]),
             f"bytes that {row['decode']} received over {options.transport} are not those that {row['prefill']} sent",
             CODES_BY_NAME["KV_CHECKSUM_MISMATCH"].remedy,
-            {},
         )
     blocked: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     slow: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -313,7 +285,6 @@ def lane_evidence(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _host_findings(ranks: Sequence[PlannedRank], results: Results, options: Options) -> Iterator[Finding]:
     facts: dict[tuple[str, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
-    processes: dict[str, dict[str, str]] = {}
     for rank in ranks:
         begun: Mapping[str, Any] = results.begun.get(rank.name, {})
         for fact in begun.get("facts", ()):
@@ -329,8 +300,6 @@ def _host_findings(ranks: Sequence[PlannedRank], results: Results, options: Opti
                 f"{rank.host} cannot listen on port {port}: {why}",
                 f"`{login} ss -ltnp sport = :{port}` shows the process that has it",
             )
-        if begun:
-            processes.setdefault(begun["boot"] or "", {}).setdefault(begun["processes"], rank.host)
     for (topic, found, means), members in facts.items():
         fact, names = members[0][1], listed(host for host, _ in members)
         yield Finding(
@@ -342,17 +311,6 @@ def _host_findings(ranks: Sequence[PlannedRank], results: Results, options: Opti
             fact["remedy"],
             {"hosts": names},
         )
-    for boot, namespaces in processes.items():
-        if boot and len(namespaces) > 1:
-            yield Finding(
-                HOST,
-                Severity.INFO,
-                f"{listed(namespaces.values())}: PID namespace",
-                (),
-                f"{listed(namespaces.values())} are on one machine, in different PID namespaces: their ranks can "
-                "neither share memory nor use cuda_ipc",
-                "start their containers with --pid=host --ipc=host, or in one pod with shareProcessNamespace",
-            )
 
 
 def _health_findings(
@@ -409,6 +367,6 @@ def _peer(rank: PlannedRank, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _critical(
-    code: str, subject: str, agents: Iterable[str], cause: str, remedy: str, evidence: Mapping[str, Any]
+    code: str, subject: str, agents: Iterable[str], cause: str, remedy: str, evidence: Mapping[str, Any] = _NONE
 ) -> Finding:
     return Finding(code, Severity.CRITICAL, subject, tuple(dict.fromkeys(agents)), cause, remedy, evidence)

@@ -14,7 +14,6 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvctl_agent.contract.addresses import ip_address
@@ -25,7 +24,6 @@ _SIZE = struct.Struct("!Q")
 _DONE = b"k"
 _ROUNDS = 5
 _IP_MTU, _IPV6_MTU = 14, 24  # of linux/in.h, which the module socket does not name
-_SEGMENTS = (8900, 4000, 1400, 1200, 900, 500)
 
 
 class Listener:
@@ -79,8 +77,7 @@ def reach(address: str, port: int, token: str, timeout_s: float) -> dict[str, An
 
     Returns:
         `state`: "ok", or the first step that failed: "unresolved", "refused", "no answer" (of the connection), "silent"
-        (a small message) or "large lost"; `error`; `rtt_ns`; `mtu`, as the kernel knows it for this path; and, if large
-        packets do not pass, `passes`: the largest packet tried that does, in bytes, or None.
+        (a small message) or "large lost"; `error`; `rtt_ns`; and `mtu`, as the kernel knows it for this path.
     """
     found: dict[str, Any] = {"port": port, "state": "no answer", "error": "", "rtt_ns": None, "mtu": None}
     step = f"connecting to {address} port {port}"
@@ -89,10 +86,10 @@ def reach(address: str, port: int, token: str, timeout_s: float) -> dict[str, An
         return {**found, "state": "unresolved", "error": answer.error}
     try:
         with socket.create_connection((answer.addresses[0], port), timeout_s) as connection:
-            place = connection.getpeername()[:2]
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found["state"], step = "silent", f"a small message to {address} port {port}"
-            _hello(connection, token)
+            connection.sendall(bytes.fromhex(token))
+            _receive(connection, len(_DONE))
             found["rtt_ns"] = min(_send(connection, 0) for _ in range(_ROUNDS))
             found["mtu"] = _mtu(connection)
             found["state"], step = "large lost", f"a message of {LARGE_BYTES >> 10} KiB to {address} port {port}"
@@ -104,8 +101,6 @@ def reach(address: str, port: int, token: str, timeout_s: float) -> dict[str, An
         found["state"], found["error"] = "refused", f"{step}: refused"
     except (OSError, EOFError) as error:
         found["error"] = f"{step}: {error}"
-    if found["state"] == "large lost":
-        found["passes"] = _largest(place, token, timeout_s)
     return found
 
 
@@ -129,11 +124,6 @@ def own_address(given: str) -> str:
             probe.connect((target, 9))
             return str(probe.getsockname()[0])
     return given
-
-
-def _hello(connection: socket.socket, token: str) -> None:
-    connection.sendall(bytes.fromhex(token))
-    _receive(connection, len(_DONE))
 
 
 def _send(connection: socket.socket, nbytes: int) -> int:
@@ -163,23 +153,3 @@ def _mtu(connection: socket.socket) -> int | None:
     with contextlib.suppress(OSError):
         return connection.getsockopt(level, option)
     return None
-
-
-def _largest(place: tuple[str, int], token: str, timeout_s: float) -> int | None:
-    """Returns the size of the largest packets that pass, of a few that are tried; None if none of these do."""
-    family, headers = (socket.AF_INET6, 60) if ":" in place[0] else (socket.AF_INET, 40)  # of IP and TCP
-
-    def passes(segment: int) -> bool:
-        with contextlib.suppress(OSError, EOFError), socket.socket(family, socket.SOCK_STREAM) as connection:
-            connection.settimeout(timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.connect(place)
-            _hello(connection, token)
-            _send(connection, LARGE_BYTES)
-            return True
-        return False
-
-    with ThreadPoolExecutor(len(_SEGMENTS)) as pool:
-        known = zip(_SEGMENTS, pool.map(passes, _SEGMENTS), strict=True)
-        return max((segment + headers for segment, passed in known if passed), default=None)

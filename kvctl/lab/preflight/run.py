@@ -6,7 +6,6 @@ Everything runs on one thread. A host or a rank that fails is left out of what f
 from __future__ import annotations
 
 import secrets
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -117,7 +116,6 @@ class Results:
     Attributes:
         begun: answers to `Begin`, by rank.
         failed: why ranks take part no longer, by rank.
-        heard: ranks that have sent a message: the login to their hosts works.
         clocks: clock of each host, by the rank that leads it.
         links: answers of `reach` for each port, by (source host, target host).
         writes: latest answer to `Write` with `wrong_bytes` and the `round`, by (prefill rank, decode rank).
@@ -127,7 +125,6 @@ class Results:
 
     begun: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    heard: set[str] = field(default_factory=set)
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
     links: dict[tuple[str, str], list[Mapping[str, Any]]] = field(default_factory=dict)
     writes: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
@@ -316,11 +313,8 @@ class Preflight:
             for name, process in list(waiting.items()):
                 if process.answer is not None:
                     answers[name] = process.answer
-                    self.results.heard.add(name)
                 elif process.fatal is not None or process not in self._group.running:
                     self.results.failed[name] = _end_of(process.fatal, process.returncode, process.last_output)
-                    if process.fatal is not None and process.fatal.get("code") != GARBLED:
-                        self.results.heard.add(name)
                 else:
                     continue
                 del waiting[name]
@@ -395,8 +389,3 @@ def _end_of(fatal: Mapping[str, Any] | None, returncode: int | None, output: str
 
 def _last_line(output: str) -> str:
     return f"its last output: {output.splitlines()[-1]}" if output else "it printed nothing"
-
-
-def is_plain(word: str) -> bool:
-    """Returns whether a shell on the host, which the SSH client starts, takes a word as it is."""
-    return shlex.quote(word) == word

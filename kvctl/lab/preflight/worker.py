@@ -110,7 +110,6 @@ class Worker:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "processes": host_identity(),
-            "boot": HostView().text("/proc/sys/kernel/random/boot_id"),
             "address": address,
             "ports": [] if listener is None else listener.ports,
             "ports_refused": {} if listener is None else listener.refused,

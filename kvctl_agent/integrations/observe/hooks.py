@@ -7,111 +7,88 @@ It waits for nothing. One that fails is removed, with one line in the log; the e
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import monotonic_ns as now_ns
 from typing import Any
 
 logger = logging.getLogger("kvctl")
 
+Method = Callable[..., Any]
+Hook = Callable[..., None]
+Hooks = Iterable[tuple[Callable[[type, str, Hook], bool], str, Hook]]
+"""`before` or `after`, the name of a method, and its hook."""
 
-def before(target: type, method: str, hook: Callable[..., None]) -> bool:
+_HOOKS = "_kvctl_hooks"
+"""Attribute of a hooked method with its hooks."""
+
+
+def before(target: type, method: str, hook: Hook) -> bool:
     """Makes `target.method` call `hook` with the same arguments before it runs.
 
-    Returns False for a class without the method, which stays as it is.
+    A method that is inherited with the hook stays as it is. Returns False for a class without the method.
     """
+    return _put(target, method, hook, _calling_before)
+
+
+def after(target: type, method: str, hook: Hook) -> bool:
+    """Makes `target.method` call `hook(start in ns, result, *arguments)` after it has returned; as `before`.
+
+    The method may be a coroutine function.
+    """
+    return _put(target, method, hook, _calling_after)
+
+
+def put(target: type, hooks: Hooks) -> list[str]:
+    """Puts hooks on a class; returns the methods that it does not have."""
+    return [f"{target.__name__}.{method}" for place, method, hook in hooks if not place(target, method, hook)]
+
+
+def _put(target: type, method: str, hook: Hook, calling: Callable[[Method, Hook], Method]) -> bool:
     original = getattr(target, method, None)
     if original is None:
         return False
-    run: Callable[..., None] | None = hook
+    present = getattr(original, _HOOKS, ())
+    if hook in present:
+        return True
+    run: Hook | None = hook
 
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> None:
         nonlocal run
         if run is not None:
             try:
                 run(*args, **kwargs)
             except Exception as error:
                 run = None
-                _log_removed(target, method, error)
+                text = f"{type(error).__name__}: {error}"
+                logger.error("kvctl: hook on %s.%s removed: %s", target.__name__, method, text)
+
+    hooked = functools.wraps(original)(calling(original, guarded))
+    setattr(hooked, _HOOKS, (*present, hook))
+    setattr(target, method, hooked)
+    return True
+
+
+def _calling_before(original: Method, hook: Hook) -> Method:
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        hook(*args, **kwargs)
         return original(*args, **kwargs)
 
-    setattr(target, method, hooked)
-    return True
+    return hooked
 
 
-def after(target: type, method: str, hook: Callable[..., None]) -> bool:
-    """Makes `target.method` call `hook(start in ns, result, *arguments)` after it has returned; as `before`."""
-    original = getattr(target, method, None)
-    if original is None:
-        return False
-    run: Callable[..., None] | None = hook
-
-    @functools.wraps(original)
+def _calling_after(original: Method, hook: Hook) -> Method:
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal run
         start_ns = now_ns()
         result = original(*args, **kwargs)
-        if run is not None:
-            try:
-                run(start_ns, result, *args, **kwargs)
-            except Exception as error:
-                run = None
-                _log_removed(target, method, error)
+        hook(start_ns, result, *args, **kwargs)
         return result
 
-    setattr(target, method, hooked)
-    return True
-
-
-def after_awaited(target: type, method: str, hook: Callable[..., None]) -> bool:
-    """Makes the coroutine of `target.method` call `hook` with its result before it ends; as `after`."""
-    original = getattr(target, method, None)
-    if original is None:
-        return False
-    run: Callable[..., None] | None = hook
-
-    @functools.wraps(original)
-    async def hooked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal run
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
         start_ns = now_ns()
         result = await original(*args, **kwargs)
-        if run is not None:
-            try:
-                run(start_ns, result, *args, **kwargs)
-            except Exception as error:
-                run = None
-                _log_removed(target, method, error)
+        hook(start_ns, result, *args, **kwargs)
         return result
 
-    setattr(target, method, hooked)
-    return True
-
-
-def after_any(target: type, method: str, hook: Callable[..., None]) -> bool:
-    """Makes `target.method` call `hook` with the same arguments after it has returned or raised; as `before`."""
-    original = getattr(target, method, None)
-    if original is None:
-        return False
-    run: Callable[..., None] | None = hook
-
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal run
-        try:
-            return original(*args, **kwargs)
-        finally:
-            if run is not None:
-                try:
-                    run(*args, **kwargs)
-                except Exception as error:
-                    run = None
-                    _log_removed(target, method, error)
-
-    setattr(target, method, hooked)
-    return True
-
-
-# These functions each have the guard written out: a call less for every hook.
-def _log_removed(target: type, method: str, error: Exception) -> None:
-    logger.error("kvctl: hook on %s.%s removed: %s: %s", target.__name__, method, type(error).__name__, error)
+    return awaited if inspect.iscoroutinefunction(original) else hooked

@@ -7,8 +7,6 @@ and runs on a thread of its own, which the scheduler waits for only briefly.
 
 from __future__ import annotations
 
-import http.client
-import io
 import json as text
 import socket
 import threading
@@ -23,12 +21,12 @@ from kvctl_agent import KvctlError
 from kvctl_agent.contract.addresses import Address, parse_place, tcp_address
 from kvctl_agent.contract.states import MAX_RANKS
 from kvctl_agent.contract.values import shown
+from kvctl_agent.host.http_client import AnswerTooLarge, exchange, left_s
 
 _TOTAL_S = 5.0  # SGLang's own limit, which it applies to each read
 _WAIT_S = 0.5  # SGLang asks again in its next cycle, or after a second
 _KEPT_S = 5.0  # answers that come too late, for the next call with the same request
 _MAX_BYTES = 1 << 20  # of an answer with its headers
-_PIECE = 1 << 16
 _MOST, _MOST_TO_ONE = 64, 8  # exchanges at a time
 _DP_RANKS, _HEALTH = "/query_dp_ranks", "/health"
 
@@ -183,6 +181,8 @@ class _Exchange:
     def run(self) -> None:
         try:
             self.end(self._exchange())
+        except AnswerTooLarge:
+            self.end(BootstrapError(f"the answer of {self.url} is larger than {_MAX_BYTES >> 20} MiB"))
         except TimeoutError:
             self.end(BootstrapError(f"{self.url} has not answered in time"))
         except Exception as error:  # of the parser of HTTP too, whatever a server sends
@@ -194,16 +194,11 @@ class _Exchange:
 
     def _exchange(self) -> Answer:
         method, path, body = self._request
-        with _Connection(connect(self.address, self._deadline), self._deadline) as connection:
-            connection.send(
-                f"{method} {path} HTTP/1.1\r\nHost: {self.address.place}\r\nConnection: close\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode("ascii")
-                + body
-            )
-            response = http.client.HTTPResponse(connection, method=method)  # type: ignore[arg-type]
-            response.begin()
-            # In pieces: a read of what the header claims would first allocate that much.
-            return Answer(self.url, response.status, b"".join(iter(lambda: response.read(_PIECE), b"")))
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self.address.place}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with connect(self.address, self._deadline) as connection:
+            status, _, found = exchange(connection, head.encode("ascii") + body, self._deadline, _MAX_BYTES)
+        return Answer(self.url, status, found)
 
 
 def connect(address: Address, deadline: float) -> socket.socket:
@@ -216,51 +211,14 @@ def connect(address: Address, deadline: float) -> socket.socket:
     for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
         made = socket.socket(family, kind, protocol)
         try:
-            _until(made, deadline).connect(place)
+            made.settimeout(left_s(deadline))
+            made.connect(place)
         except OSError as error:
             made.close()
             failure = error
         else:
             return made
     raise failure
-
-
-def _until(connection: socket.socket, deadline: float) -> socket.socket:
-    """Returns a socket whose next call ends at a deadline; raises TimeoutError if it has passed."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError
-    connection.settimeout(left_s)
-    return connection
-
-
-class _Connection(io.RawIOBase):
-    """Connection whose reads and writes share a deadline, and whose reads a limit of bytes."""
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self._socket = connection
-        self._deadline = deadline
-        self._left = _MAX_BYTES
-
-    def send(self, data: bytes) -> None:
-        _until(self._socket, self._deadline).sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if not self._left:
-            raise BootstrapError(f"the answer is larger than {_MAX_BYTES >> 20} MiB")
-        count = _until(self._socket, self._deadline).recv_into(buffer, min(len(buffer), self._left))
-        self._left -= count
-        return count
-
-    def close(self) -> None:
-        self._socket.close()
-        super().close()
 
 
 CLIENT = BootstrapClient()

@@ -74,7 +74,6 @@ def test_blocks_of_any_size(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert of(log) == whole
     assert {each.signature.code for each in whole} == LINES.keys()
     assert of(gzip.compress(log)) == whole
-    assert of(zstandard.compress(log[:999]) + zstandard.compress(log[999:])) == whole
 
 
 def test_of_equally_severe_ones_the_first_in_the_log_is_first() -> None:
@@ -86,23 +85,23 @@ def test_of_equally_severe_ones_the_first_in_the_log_is_first() -> None:
 
 def test_damaged_compression() -> None:
     log = NOISE * 1000 + line("nixl-backend")
-    packed, frames = gzip.compress(log), zstandard.compress(log)
-    flipped = packed[:30] + b"\xff" * 30 + packed[60:], frames[:10] + b"\xff" * 10 + frames[20:]
-    for damaged in (packed[:-20], frames[:-5], *flipped):
+    packed = gzip.compress(log)
+    for damaged in (packed[:-20], packed[:30] + b"\xff" * 30 + packed[60:]):
         with pytest.raises(LogError, match="its compressed data is damaged"):
             of(damaged)
 
 
 def test_what_was_found_before_the_damage_is_kept() -> None:
     log = line("vllm-lease-expired") + random.Random(1).randbytes(4 << 20)
-    for damaged in (gzip.compress(log)[:-2000], zstandard.compress(log)[:-2000]):
-        scan = Scan(signatures())
-        with pytest.raises(LogError):
-            scan.read("old.log", io.BufferedReader(io.BytesIO(damaged)))
-        assert [each.signature.code for each in scan.found()] == ["vllm-lease-expired"]
+    scan = Scan(signatures())
+    with pytest.raises(LogError):
+        scan.read("old.log", io.BufferedReader(io.BytesIO(gzip.compress(log)[:-2000])))
+    assert [each.signature.code for each in scan.found()] == ["vllm-lease-expired"]
 
 
-@pytest.mark.parametrize("packed", [lzma.compress(NOISE), bz2.compress(NOISE), b"PK\x03\x04" + NOISE])
+@pytest.mark.parametrize(
+    "packed", [zstandard.compress(NOISE), lzma.compress(NOISE), bz2.compress(NOISE), b"PK\x03\x04" + NOISE]
+)
 def test_other_compression_is_refused(packed: bytes) -> None:
     with pytest.raises(LogError, match="which kvctl does not read"):
         of(packed)

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from kvctl_agent.integrations.vllm.observe import mooncake
-from kvctl_agent.integrations.vllm.observe.hooks import AGENT, PULL, PUSH, SCHEDULER, WORKER
+from kvctl_agent.integrations.vllm.observe import hooks, mooncake, observer
 from tests.support.vllm import mooncake_connector
 from tests.support.vllm.nixl_connector import HALVES, NixlWrapper
 from tests.support.vllm.stand_ins import MODULES, Request
@@ -147,8 +146,10 @@ def _shape(function: Any) -> _Shape:
 def main() -> None:
     base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     connector = importlib.import_module("kvctl_agent.integrations.vllm.connector").KvctlConnector
-    methods = {name for table in (SCHEDULER, WORKER, PULL, PUSH, AGENT) for _, name, _ in table}
-    written = {name for table in (mooncake.SCHEDULER, mooncake.WORKER) for _, name, _ in table}
+    all_connectors = (*observer.SCHEDULER, *observer.WORKER)
+    nixl = (*hooks.SCHEDULER, *hooks.WORKER, *hooks.PULL, *hooks.PUSH, *hooks.AGENT)
+    methods = {name for _, name, _ in (*all_connectors, *nixl)}
+    written = {name for _, name, _ in (*all_connectors, *mooncake.SCHEDULER, *mooncake.WORKER)}
     modules = [f"{NIXL}.{half}" for half in ("pull_scheduler", "push_scheduler", "pull_worker", "push_worker")]
     found = [
         *differences(),

@@ -6,11 +6,11 @@ They run on SGLang's threads (`integrations.observe.hooks`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import monotonic_ns as now_ns
 from typing import Any
 
-from kvctl_agent.integrations.observe.hooks import after, before
+from kvctl_agent.integrations.observe.hooks import Hooks, after, before
 from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker, Writer
 from kvctl_agent.integrations.sglang.rank_names import prefill_name
@@ -257,47 +257,26 @@ def _server_lost(manager: Any, failed_bootstrap_addr: str) -> None:
 
 # ---- where they are put ----------------------------------------------------------------------------------------
 
-_BEFORE_MANAGER: Mapping[str, Callable[..., None]] = {
-    "update_status": _update_status,
-    "record_failure": _record_failure,
-    "conclude_transfer": _conclude_transfer,
-    "add_transfer_request": _add_transfer_request,
-    "apply_prefill_status": _apply_prefill_status,
-    "_on_heartbeat_success": _server_answered,
-    "_handle_node_failure": _server_lost,
-}
-_AFTER_MANAGER: Mapping[str, Callable[..., None]] = {
-    "send_kvcache": _sent("bulk"),
-    "send_kvcache_mixed": _sent("bulk"),
-    "send_kvcache_dcp": _sent("slice"),
-    "send_kvcache_slice": _sent("slice"),
-    "send_kvcache_staged": _sent("staged"),
-    "_await_handles": _await_handles,
-    "handle_chunk_ready": _handle_chunk_ready,
-    "_handle_staging_req": _handle_staging_req,
-}
-
-
-def hook_manager(manager_class: type) -> None:
-    for name, hook in _BEFORE_MANAGER.items():
-        before(manager_class, name, hook)
-    for name, hook in _AFTER_MANAGER.items():
-        after(manager_class, name, hook)
-
-
-def hook_sender(sender_class: type) -> None:
-    after(sender_class, "init", _sender_init)
-    before(sender_class, "clear", _clear)
-
-
-def hook_receiver(receiver_class: type) -> None:
-    after(receiver_class, "init", _receiver_init)
-    after(receiver_class, "send_metadata", _send_metadata)
-    before(receiver_class, "clear", _clear)
-
-
-def hook_workers(queue_class: type, strategy_class: type, handler_class: type) -> None:
-    """Hooks what SGLang's backends share: FastQueue, PrefillStagingStrategy and DecodeStagingHandler."""
-    after(queue_class, "get", _dequeued)
-    after(strategy_class, "check_ready", _check_ready)
-    after(handler_class, "_free_and_send_watermark", _free_region)
+MANAGER: Hooks = (
+    (before, "update_status", _update_status),
+    (before, "record_failure", _record_failure),
+    (before, "conclude_transfer", _conclude_transfer),
+    (before, "add_transfer_request", _add_transfer_request),
+    (before, "apply_prefill_status", _apply_prefill_status),
+    (before, "_on_heartbeat_success", _server_answered),
+    (before, "_handle_node_failure", _server_lost),
+    (after, "send_kvcache", _sent("bulk")),
+    (after, "send_kvcache_mixed", _sent("bulk")),
+    (after, "send_kvcache_dcp", _sent("slice")),
+    (after, "send_kvcache_slice", _sent("slice")),
+    (after, "send_kvcache_staged", _sent("staged")),
+    (after, "_await_handles", _await_handles),
+    (after, "handle_chunk_ready", _handle_chunk_ready),
+    (after, "_handle_staging_req", _handle_staging_req),
+)
+SENDER: Hooks = ((after, "init", _sender_init), (before, "clear", _clear))
+RECEIVER: Hooks = ((after, "init", _receiver_init), (after, "send_metadata", _send_metadata), (before, "clear", _clear))
+QUEUE: Hooks = ((after, "get", _dequeued),)
+STRATEGY: Hooks = ((after, "check_ready", _check_ready),)
+HANDLER: Hooks = ((after, "_free_and_send_watermark", _free_region),)
+"""Hooks on FastQueue, PrefillStagingStrategy and DecodeStagingHandler, which SGLang's backends share."""

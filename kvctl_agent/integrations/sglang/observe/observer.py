@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvctl_agent import rank_name
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.integrations.observe.hooks import before
+from kvctl_agent.integrations.observe.hooks import before, put
 from kvctl_agent.integrations.observe.observer import ObservedRank, Observer, Watched
 from kvctl_agent.integrations.sglang import scheduler_turns, versions
 from kvctl_agent.integrations.sglang.observe import hooks
@@ -73,10 +74,10 @@ def _hook_manager(manager_class: Any) -> None:
     from sglang.srt.disaggregation.common.staging_handler import DecodeStagingHandler, PrefillStagingStrategy
     from sglang.srt.disaggregation.common.utils import FastQueue
 
-    if "_kvctl_observed" not in vars(FastQueue):
-        FastQueue._kvctl_observed = True
-        hooks.hook_workers(FastQueue, PrefillStagingStrategy, DecodeStagingHandler)
-    hooks.hook_manager(manager_class)
+    put(FastQueue, hooks.QUEUE)
+    put(PrefillStagingStrategy, hooks.STRATEGY)
+    put(DecodeStagingHandler, hooks.HANDLER)
+    put(manager_class, hooks.MANAGER)
     construct = manager_class.__init__
 
     @functools.wraps(construct)
@@ -102,10 +103,10 @@ def _stop(manager: Any) -> None:
         observer.close()
 
 
-_HOOKS: dict[str, Callable[[Any], None]] = {
+_HOOKS: dict[str, Callable[[Any], object]] = {
     "manager": _hook_manager,
-    "sender": hooks.hook_sender,
-    "receiver": hooks.hook_receiver,
+    "sender": partial(put, hooks=hooks.SENDER),
+    "receiver": partial(put, hooks=hooks.RECEIVER),
 }
 
 

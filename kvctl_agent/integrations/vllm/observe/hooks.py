@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvctl_agent.integrations.observe.event_queue import EventQueue
-from kvctl_agent.integrations.observe.hooks import after, after_any, before
+from kvctl_agent.integrations.observe.hooks import Hooks, after, before
 from kvctl_agent.integrations.vllm.observe.tracker import READ, WRITE, Posted, Server, Tracker
 
 WATCH = "_kvctl_watch"
@@ -26,8 +26,6 @@ _DROPPED_EVENTS = "_kvctl_dropped"
 _MOST_ARRIVALS = 4096
 _MOST_EVENTS = 65536  # with the ends of requests: without its end, a room would stay
 _MOST_POSTED = 65536
-_HOOKS = "_kvctl_hooks"
-"""Attribute of a hooked method with its hooks."""
 _HEARTBEAT = b"HB:"
 _REGISTRATION = b"PUSH_REG:"
 _SKEW_NS = 60_000_000_000
@@ -70,7 +68,7 @@ class Watch:
 
 
 class _Posting(threading.local):
-    """The request that this thread posts a transfer for."""
+    """The request that this thread has begun to post transfers for; vLLM posts none without one."""
 
     request: tuple[str, str, int] | None = None
 
@@ -251,10 +249,6 @@ def _begin_posting(_: Any, *positional: Any, **named: Any) -> None:
     _posting.request = named["request_id"], named["dst_engine_id"], int(spec.remote_rank)
 
 
-def _end_posting(*_: Any, **__: Any) -> None:
-    _posting.request = None
-
-
 # ---- NIXL's agent ----------------------------------------------------------------------------------------------
 
 
@@ -320,24 +314,20 @@ def _notification(watch: Watch, sender: str, message: bytes) -> None:
             events.add(Tracker.late, at_ns, request, sender)
 
 
-# ---- where they are put ----------------------------------------------------------------------------------------
-
-Hooks = Iterable[tuple[Callable[[type, str, Callable[..., None]], bool], str, Callable[..., None]]]
+# ---- where they are put, beside those that all connectors have -------------------------------------------------
 
 SCHEDULER: Hooks = (
     (after, "on_new_request", _new_request),
     (after, "request_finished", _request_finished),
-    (after, "build_connector_meta", build_connector_meta),
 )
 WORKER: Hooks = (
     (before, "start_load_kv", _start_load_kv),
-    (after, "get_transfer_results", transfer_results),
     (before, "_nixl_handshake", _handshake_begins),
     (after, "_nixl_handshake", _handshake_ended),
     (before, "_log_failure", _log_failure),
 )
-PULL: Hooks = ((before, "_read_blocks", _begin_posting), (after_any, "_read_blocks", _end_posting))
-PUSH: Hooks = ((before, "_xfer_blocks", _begin_posting), (after_any, "_xfer_blocks", _end_posting))
+PULL: Hooks = ((before, "_read_blocks", _begin_posting),)
+PUSH: Hooks = ((before, "_xfer_blocks", _begin_posting),)
 AGENT: Hooks = (
     (after, "make_prepped_xfer", _prepared),
     (after, "transfer", _transfer),
@@ -345,17 +335,3 @@ AGENT: Hooks = (
     (before, "release_xfer_handle", _release),
     (after, "get_new_notifs", _notifications),
 )
-
-
-def put(target: type, hooks: Hooks) -> list[str]:
-    """Puts hooks on a class, none twice on a method that it inherits; returns the methods that it does not have."""
-    missing = []
-    for place, method, hook in hooks:
-        present = getattr(getattr(target, method, None), _HOOKS, ())
-        if hook in present:
-            continue
-        if place(target, method, hook):
-            setattr(getattr(target, method), _HOOKS, (*present, hook))
-        else:
-            missing.append(f"{target.__name__}.{method}")
-    return missing

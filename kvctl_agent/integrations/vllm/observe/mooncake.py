@@ -11,17 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvctl_agent import rank_name
-from kvctl_agent.integrations.observe.hooks import after, after_awaited, before
-from kvctl_agent.integrations.vllm.observe.hooks import (
-    WATCH,
-    Hooks,
-    Watch,
-    begin_step,
-    blocks_of,
-    build_connector_meta,
-    record,
-    transfer_results,
-)
+from kvctl_agent.integrations.observe.hooks import Hooks, after, before
+from kvctl_agent.integrations.vllm.observe.hooks import WATCH, Watch, begin_step, blocks_of, record
 from kvctl_agent.integrations.vllm.observe.tracker import WRITE, Posted, Server, Tracker
 
 _WRITERS = "_kvctl_writers"
@@ -174,22 +165,20 @@ def _written(
             watch.events.add(Tracker.reason, at_ns, posted.request, "KV_TRANSPORT", text)
 
 
-# ---- where they are put ----------------------------------------------------------------------------------------
+# ---- where they are put, beside those that all connectors have -------------------------------------------------
 
 SCHEDULER: Hooks = (
     (after, "on_new_request", _new_request),
     (after, "request_finished", _request_finished),
-    (after, "build_connector_meta", build_connector_meta),
 )
 WORKER: Hooks = (
     (before, "start_load_kv", _start_load_kv),
-    (after, "get_transfer_results", transfer_results),
     (before, "handle_new_engine_id", _new_engine),
     (after, "receive_kv", _asks),
     (before, "process_pulling_result", _answered),
     (before, "_handle_failed_recv", _failed),
     (before, "send_kv_to_decode", _asked),
-    (after_awaited, "_build_transfer_params", _planned),
+    (after, "_build_transfer_params", _planned),
     (before, "_send_blocks", _posts),
     (after, "_send_blocks", _written),
 )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvctl_agent import rank_name
 from kvctl_agent.contract.snapshots import ConfigRow, PeerRow, Role
 from kvctl_agent.integrations.observe.documents import peer_row, setting, unpredicted, variable_origin, with_rows
-from kvctl_agent.integrations.observe.hooks import after, before
+from kvctl_agent.integrations.observe.hooks import Hooks, after, before, put
 from kvctl_agent.integrations.observe.observer import ObservedRank, Observer, Watched
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.observe import hooks, mooncake
@@ -71,18 +71,17 @@ def observe(connector: Any) -> None:
         name = type(connector).__name__
         logger.info("kvctl: %s is not observed: vLLM's NIXL connectors and MooncakeConnector are", name)
         return
+    connector_hooks = hooks if nixl else mooncake
     if scheduler is not None:
-        missing += hooks.put(type(scheduler), hooks.SCHEDULER if nixl else mooncake.SCHEDULER)
+        missing += put(type(scheduler), (*SCHEDULER, *connector_hooks.SCHEDULER))
     if worker is not None:
-        setattr(worker, WATCH, Watch(worker, push, partial(_begin_by_request, worker)))
-        missing += hooks.put(type(worker), ((after, "register_kv_caches", _registered), (before, "shutdown", _stop)))
+        watch = Watch(worker, push, partial(_begin_by_request, worker))
+        setattr(worker, WATCH, watch)
+        missing += put(type(worker), (*WORKER, *connector_hooks.WORKER))
         if nixl:
-            agent = worker.nixl_wrapper
-            setattr(agent, WATCH, getattr(worker, WATCH))
-            missing += hooks.put(type(worker), (*hooks.WORKER, *(hooks.PUSH if push else hooks.PULL)))
-            missing += hooks.put(type(agent), hooks.AGENT)
-        else:
-            missing += hooks.put(type(worker), mooncake.WORKER)
+            setattr(worker.nixl_wrapper, WATCH, watch)
+            missing += put(type(worker), hooks.PUSH if push else hooks.PULL)
+            missing += put(type(worker.nixl_wrapper), hooks.AGENT)
     if missing:
         logger.warning("kvctl: vLLM %s has no %s: what they do is not shown", versions.installed(), ", ".join(missing))
 
@@ -129,6 +128,15 @@ def _stop(worker: Any) -> None:
     if (observer := vars(worker).pop("_kvctl_observer", None)) is not None:
         watch.turn = None
         observer.close()
+
+
+SCHEDULER: Hooks = ((after, "build_connector_meta", hooks.build_connector_meta),)
+WORKER: Hooks = (
+    (after, "register_kv_caches", _registered),
+    (after, "get_transfer_results", hooks.transfer_results),
+    (before, "shutdown", _stop),
+)
+"""Hooks on the halves of every connector."""
 
 
 def _observer_of(watch: Watch, role: Role) -> Observer:

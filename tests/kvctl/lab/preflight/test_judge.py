@@ -49,7 +49,7 @@ class Fleet:
 
     def begun(self, host: str) -> dict[str, Any]:
         return {
-            **{"version": VERSION, "host": host, "pid": 1, "processes": host, "boot": host, "address": host},
+            **{"version": VERSION, "host": host, "pid": 1, "processes": host, "address": host},
             **{"ports": [7000], "ports_refused": {}, "facts": [], "devices": self.devices(host)},
             "transport": {"backend": "UCX", "environment": []},
         }
@@ -188,18 +188,13 @@ def test_a_rank_that_did_not_start_and_an_older_kvctl_are_named_with_the_host(fl
     ],
 )
 def test_links_that_fail_are_named_with_their_direction(fleet: Fleet, state: str, code: str, subject: str) -> None:
-    fleet.results.links["n1", "n3"] = [
-        {"port": 7000, "state": state, "error": "it fails", "rtt_ns": None, "mtu": 1500, "passes": 940}
-    ]
+    fleet.results.links["n1", "n3"] = [{"port": 7000, "state": state, "error": "it fails", "rtt_ns": None, "mtu": 1500}]
     assert fleet.found() == [(code, subject)]
 
 
 @pytest.mark.parametrize("ports", [(), (7000,)])
-@pytest.mark.parametrize(
-    ("back", "direction"),
-    [("ok", "the other direction works"), ("refused", "neither direction works"), ("no answer", "neither direction")],
-)
-def test_both_directions_of_a_link_are_judged(fleet: Fleet, ports: tuple[int, ...], back: str, direction: str) -> None:
+@pytest.mark.parametrize("back", ["ok", "refused", "no answer"])
+def test_both_directions_of_a_link_are_judged(fleet: Fleet, ports: tuple[int, ...], back: str) -> None:
     for ends, state, port in ((("n1", "n3"), "no answer", 7000), (("n3", "n1"), back, 7000 if ports else 40001)):
         link = {"port": port, "state": state, "error": "it fails" if state != "ok" else "", "rtt_ns": None, "mtu": None}
         fleet.results.links[ends] = [link]
@@ -208,17 +203,14 @@ def test_both_directions_of_a_link_are_judged(fleet: Fleet, ports: tuple[int, ..
     assert {each.subject for each in found} == subjects
     assert len(found) == len(subjects)
     for each in found:
-        assert direction in each.cause
         assert each.remedy.startswith("`ssh n")
 
 
-def test_the_remedy_for_a_rank_fits_its_failure(fleet: Fleet) -> None:
-    fleet.results.failed |= {"prefill-0": "its process has ended", "prefill-1": "no device (TransportError)"}
-    fleet.results.heard.add("prefill-1")
+def test_the_remedy_for_a_rank_tries_its_login(fleet: Fleet) -> None:
+    fleet.results.failed["prefill-0"] = "its process has ended"
     options = replace(OPTIONS, ssh=("ssh", "-o", "ProxyCommand=nc %h"), python=("/venv/bin/python",))
-    remedies = [each.remedy for each in findings(RANKS, list(fleet.rows().values()), fleet.results, options)]
-    assert "`ssh -o 'ProxyCommand=nc %h' n1 /venv/bin/python -m kvctl version` must work" in remedies[0]
-    assert "n2 /venv/bin/python -m kvctl doctor --host-only`" in remedies[1]
+    (found, *_) = findings(RANKS, list(fleet.rows().values()), fleet.results, options)
+    assert "`ssh -o 'ProxyCommand=nc %h' n1 /venv/bin/python -m kvctl doctor --host-only`" in found.remedy
 
 
 def test_a_host_that_nobody_reaches_is_one_finding(fleet: Fleet) -> None:

@@ -208,17 +208,6 @@ def test_a_peer_that_vllm_refuses_costs_the_hook_of_no_other_peer(engine: Callab
     assert decode.room()["peers"] == ["prefill-tp0@10.0.0.1:5600"]
 
 
-def test_a_transfer_that_could_not_be_posted_is_not_that_of_the_next_handle(engine: Callable[..., Engine]) -> None:
-    decode = engine("Pull", "decode")
-    read(decode)
-    decode.worker._post = None
-    with pytest.raises(TypeError):
-        post(decode.worker)
-    decode.agent.transfer(decode.agent.make_prepped_xfer("READ", 1, [0], 2, [0]))
-    assert not decode.watch.posted
-    assert decode.room()["state"] == "Bootstrapping"
-
-
 def test_a_method_that_a_class_inherits_reports_once(engine: Callable[..., Engine]) -> None:
     prefill = engine("Pull", "prefill")
     prefill.scheduler.__class__ = own(type(prefill.scheduler))

@@ -1,0 +1,65 @@
+"""One HTTP exchange over a connected socket, with a deadline for all of it and a limit on the answer.
+
+`http.client` reads the answer from a stream whose every read has what is left of the time: with its own time limits,
+those of single reads, a server that sends slowly would hold its caller.
+"""
+
+from __future__ import annotations
+
+import io
+import socket
+import time
+from http.client import HTTPResponse, IncompleteRead
+from typing import Any
+
+_PIECE_BYTES = 1 << 16
+
+
+class AnswerTooLarge(Exception):
+    """The answer is larger than its limit, with its headers."""
+
+
+def left_s(deadline_s: float) -> float:
+    """Returns the time until a monotonic deadline; raises TimeoutError if it has passed."""
+    left = deadline_s - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def exchange(connection: socket.socket, request: bytes, deadline_s: float, most_bytes: int) -> tuple[int, Any, bytes]:
+    """Sends a request; returns status, headers and body of the answer. The caller closes the connection.
+
+    Raises:
+        AnswerTooLarge, OSError, http.client.HTTPException: there is no answer, or none of HTTP.
+        TimeoutError: it is not there at the deadline.
+    """
+    connection.settimeout(left_s(deadline_s))
+    connection.sendall(request)
+    response = HTTPResponse(_Stream(connection, deadline_s, most_bytes))  # type: ignore[arg-type]
+    response.begin()
+    body = b"".join(iter(lambda: response.read(_PIECE_BYTES), b""))  # all at once, it allocates any Content-Length
+    if response.length:
+        raise IncompleteRead(b"", response.length)
+    return response.status, response.headers, body
+
+
+class _Stream(io.RawIOBase):
+    """What HTTPResponse reads: a socket, until a deadline, and a limited number of bytes."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float, most_bytes: int) -> None:
+        self._connection, self._deadline_s, self._left = connection, deadline_s, most_bytes
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self, _PIECE_BYTES)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(left_s(self._deadline_s))
+        nbytes = self._connection.recv_into(buffer)
+        self._left -= nbytes
+        if self._left < 0:
+            raise AnswerTooLarge
+        return nbytes
