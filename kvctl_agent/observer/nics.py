@@ -157,7 +157,8 @@ def lane(
     protocol, told = str(transport.get("protocol", "")), transport.get("devices")
     if isinstance(told, list) and told:
         return {"devices": told, "source": "engine", "protocol": protocol}
-    chosen = _chosen(environment.get("UCX_NET_DEVICES", "")) if not protocol else []
+    is_ucx = not protocol and transport.get("backend") != "LIBFABRIC"
+    chosen = _chosen(environment.get("UCX_NET_DEVICES", "")) if is_ucx else []
     in_use = [name for name in chosen if name.partition(":")[0] in opened] if chosen else list(opened)
     if in_use and protocol != "tcp":
         return {"devices": in_use, "source": "open devices", "protocol": protocol}

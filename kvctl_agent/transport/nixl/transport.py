@@ -71,7 +71,8 @@ _LINGER_S = 0.1
 _LINGER_NS = 500_000  # of a pool's thread after the last post of a write
 _HELD_BYTES = 256 << 10  # as in common.h: what takes less than 100 µs is not handed over to threads
 _SHARE_OF_WAIT, _SHARE_OF_WAIT_ON_DEVICE = 8, 64  # pauses between looks for tags are this part of the wait so far
-_SHOWN = ("UCX_", "NIXL_", "CUDA_VISIBLE_DEVICES")
+_SHOWN = ("UCX_", "FI_", "NIXL_", "CUDA_VISIBLE_DEVICES")
+_CHOICES = {"UCX": "UCX_TLS", "LIBFABRIC": "FI_PROVIDER"}  # variables that choose the lanes of a backend
 _LOCAL = "this agent's memory"
 
 AnyWrite = NixlWrite | NativeWrite
@@ -377,7 +378,7 @@ class NixlTransport:
             "threads": self._threads,
             "posts": "native" if self._native is not None else "binding",
             **({} if self._native is not None else {"why_binding": self._why_binding}),
-            "lanes": [settings.get("UCX_TLS", "UCX default")],
+            "lanes": [settings.get(_CHOICES.get(self._backend, ""), f"{self._backend} default")],
             "environment": settings,
         }
 

@@ -36,6 +36,7 @@ def query(root: Path | None = None, gpu: str | None = None) -> NicQuery:
         ({}, ["mlx5_3"], {}, (["mlx5_3"], "open devices", "")),
         ({}, ["mlx5_3"], {"UCX_NET_DEVICES": "mlx5_3:1,eth0"}, (["mlx5_3:1"], "open devices", "")),
         ({}, AMONG_EIGHT, {"UCX_NET_DEVICES": "mlx5_3:1"}, (["mlx5_3:1"], "open devices", "")),  # the others: NCCL
+        ({"backend": "LIBFABRIC"}, ["rdmap0s6"], {"UCX_NET_DEVICES": "mlx5_3:1"}, (["rdmap0s6"], "open devices", "")),
         ({}, AMONG_EIGHT, {"UCX_NET_DEVICES": "eth0"}, (["eth0"], "settings", "")),
         ({}, [], {"UCX_NET_DEVICES": "mlx5_3:1, eth0"}, (["mlx5_3:1", "eth0"], "settings", "")),
         ({}, [], {"UCX_NET_DEVICES": "all"}, (["eth0"], "route", "")),
@@ -47,6 +48,7 @@ def query(root: Path | None = None, gpu: str | None = None) -> NicQuery:
         "open",
         "open with port",
         "open by others",
+        "open, by libfabric",
         "an interface",
         "settings",
         "all",
