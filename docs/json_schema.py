@@ -35,7 +35,6 @@ import kvctl.lab.bench
 import kvctl.render
 from kvctl.client.faults import Fault
 from kvctl.commands.registry import COMMANDS, load
-from kvctl.lab.replay.verdicts import AgentVerdict
 from kvctl.render.glossary import COMMON
 from kvctl.render.view import Column, Kind, View
 from kvctl_agent.contract import snapshots
@@ -68,7 +67,6 @@ ANSWERS: Mapping[str, Any] = {
     "events": snapshots.EventRow,
     "stacks": snapshots.ThreadStack,
     "done": snapshots.ActionResult,
-    "replayed": AgentVerdict,
 }
 # Documents of measurements have more fields than these, and some have their rows in a field.
 OPEN = frozenset({"bench", "bench-plan", "demo", "preflight", "tune"})
@@ -215,17 +213,12 @@ ADDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "subject": (str, 'Subject of the findings; "": all of the code.'),
         "until_ns": (int, "Wall clock at which it ends."),
     },
-    "recorded": {
-        "fault": (str, 'Why the agent stopped recording; "": it did not.'),
-        "refused": (bool, "Whether it did not return all of its inputs."),
-    },
     "bundle": {"name": (NotRequired[str], "As `file`.")},
 }
 # Schemas that also have rows of agents that did not answer: the only fields of these.
 SILENT: Mapping[str, frozenset[str]] = {"status": frozenset({"name", "host", "health"})}
 # Meanings of fields for which neither a comment, nor a column, nor the glossary has one; by name.
 MEANINGS: Mapping[str, str] = {
-    "breach": "first violation of a guarantee",
     "buffers": "staging buffers of a prefill rank; null: of a decode rank",
     "cells": "number of cells (writer, chunk, layer)",
     "connected": "peers that are connected to it",
@@ -233,7 +226,6 @@ MEANINGS: Mapping[str, str] = {
     "count": "number of measured values",
     "detail": "more about the event",
     "does": "effect",
-    "dropped": "pieces of the inputs that the agent had discarded",
     "end": "end of the region in the ring, bytes",
     "failed": "rooms that failed",
     "failure": "first cause of the failure; null: it has not failed",
@@ -241,20 +233,14 @@ MEANINGS: Mapping[str, str] = {
     "fds": "open file descriptors",
     "file": "name in the bundle",
     "finished_at_ns": "end of the room; null: it is active",
-    "first_at_ns": "first input",
     "gated": "parts of a prefill rank that wait for the ring",
     "gb_per_s": "KV bytes per time",
     "gids": "addresses of an RDMA port",
     "granted_total": "regions granted",
     "high_water_bytes": "most that was ever in use",
-    "inputs": "number of inputs of the state machine",
-    "last_at_ns": "last input",
     "latency_ns": "decode: open to success; prefill: first ready to sent",
     "live": "allocations",
     "message": "what happened and the next step",
-    "missed": "inputs that the agent did not record",
-    "nbytes": "bytes of the inputs in the file",
-    "notes": "remarks",
     "opened_at_ns": "start of the room on this rank",
     "p50_ns": "median",
     "p90_ns": "90th percentile",
@@ -281,7 +267,6 @@ MEANINGS: Mapping[str, str] = {
     "sha256": "checksum of the file",
     "size_bytes": "size",
     "state": "state",
-    "story": "inputs and actions, one a line",
     "tail": "offset in the ring, bytes",
     "text": "description for people",
     "threads": "threads of the process",
@@ -326,8 +311,8 @@ def schemas() -> dict[str, list[str]]:
         assert command is not None
         for path, view in _printed(command, name):
             found.setdefault(view, []).append(path)
-    others = {"demo": "demo --minutes N", "demo-faults": "demo --list-faults", "key": "key new", "recorded": "record"}
-    others |= {"replayed": "replay", "bench": "bench", "bench-plan": "bench --plan", "tune": "tune"}
+    others = {"demo": "demo --minutes N", "demo-faults": "demo --list-faults", "key": "key new", "recording": "record"}
+    others |= {"bench": "bench", "bench-plan": "bench --plan", "tune": "tune"}
     found |= {name: [path] for name, path in others.items()}
     found |= {"bundle": ["debug bundle", "debug show"], "status_watch": ["status -w"]}
     found["failed_causes"] = ["rooms failed --by cause"]

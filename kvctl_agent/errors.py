@@ -71,14 +71,6 @@ class RequestRefused(AdminError):
         self.code = code
 
 
-class RecordingError(KvctlError):
-    """A recording cannot be read: the file is not a recording, or is truncated or damaged."""
-
-
-class RecordingVersionError(RecordingError):
-    """The recording was made by another version of kvctl, or by a build with different state machines."""
-
-
 class DeadlineExceeded(KvctlError, TimeoutError):
     """A wait timed out; the message names the awaited event."""
 

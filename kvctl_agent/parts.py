@@ -51,7 +51,6 @@ from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.messages import MAX_SHARED, MAX_TEXT, SharedMemory
 from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.arrivals import Arrivals
@@ -272,10 +271,7 @@ class AgentParts:
             checksum=settings["checksum"],
         )
         self.pipelining = Pipelining(self.local.layers, pool.page_size, settings, telemetry.metrics)
-        self.inputs = InputLog(settings["record_inputs"])
-        machine = self.machine = machine_of(
-            self.local, settings, telemetry, self.chooser, self.inputs, self.connections
-        )
+        machine = self.machine = machine_of(self.local, settings, telemetry, self.chooser, self.connections)
         if self.transfers is None:
             self.arrivals = self.spec.factories.arrivals(
                 self.transport,
@@ -337,7 +333,6 @@ class AgentParts:
             ),
             server=server,
             authenticator=authenticator,
-            inputs=self.inputs if settings["record_inputs"] else None,
         )
 
     @cached_property
@@ -721,28 +716,21 @@ def machine_of(
     settings: Settings,
     telemetry: Telemetry,
     chooser: PathChooser,
-    inputs: InputLog,
     connections: PeerConnections,
 ) -> PrefillMachine | DecodeMachine:
-    """Creates the rank's protocol state machine; `inputs` records its events and the path chooser's results."""
+    """Creates the rank's protocol state machine."""
     timing, reaches, runs = timing_of(settings), connections.reaches, connections.runs
     if local.unshared:
         telemetry.recorder.record("direct", f"writers cannot map this rank's memory: {local.unshared}", "warning")
     if local.role == "decode":
-        return inputs.begin(DecodeMachine(local, timing, telemetry))
-    return inputs.begin(
-        PrefillMachine(
-            local,
-            timing,
-            telemetry,
-            choose=inputs.recording_paths(
-                lambda peer, share, n, pages: chooser.choose(
-                    peer.ring_bytes, share, n, pages, reaches(peer.name), runs(peer.name, share)
-                )
-            ),
-            fallback=inputs.recording_paths(
-                lambda peer, share, n, pages: chooser.without_ring(share, reaches(peer.name), runs(peer.name, share))
-            ),
-            early_send=settings["pp_early_send"],
-        )
+        return DecodeMachine(local, timing, telemetry)
+    return PrefillMachine(
+        local,
+        timing,
+        telemetry,
+        choose=lambda peer, share, n, pages: chooser.choose(
+            peer.ring_bytes, share, n, pages, reaches(peer.name), runs(peer.name, share)
+        ),
+        fallback=lambda peer, share, n, pages: chooser.without_ring(share, reaches(peer.name), runs(peer.name, share)),
+        early_send=settings["pp_early_send"],
     )

@@ -40,7 +40,6 @@ BOUNDS = {
     r"machine\.peers\[\]\.ended_incarnations": 64 * 64,  # of each peer
     r"transfers\._connections\[\]\.wire_times_ns": 32 * 64,  # of the latest parts to each peer
     r"machine\._context\.actions": 1024,  # of the last event
-    r"inputs\._(blobs|batch)": 1 << 16,  # record_inputs
     r"transport\._sessions": 4096,  # Mooncake's engine keeps every port that it has written to
 }
 _BOUNDED = re.compile("|".join(f"({pattern})" for pattern in BOUNDS))

@@ -25,7 +25,6 @@ CONFIG: dict[str, Any] = {
     "path": "staged",
     "resend_s": 0.2,
     "history_rooms": 32,
-    "record_inputs": 2048,  # full after the rooms of a warm-up
     "failed_rooms": 32,
     "timeline_events": 32,
     "recorder_events": 64,

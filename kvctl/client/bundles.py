@@ -21,8 +21,8 @@ from typing import IO, Any, Self, cast
 
 import orjson
 
+from kvctl.client.recording_file import RecordingError, RecordingVersionError
 from kvctl_agent.contract import VERSION
-from kvctl_agent.contract.recording import RecordingError, RecordingVersionError
 
 MAGIC = b"\x28\xb5\x2f\xfd"  # of zstd
 BUNDLE_VERSION = 1

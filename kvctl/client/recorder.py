@@ -1,4 +1,4 @@
-"""Records a fleet into one file: snapshots of what the read-only commands show, and inputs of state machines.
+"""Records a fleet into one file: snapshots of what the read-only commands show.
 
 The number of rooms whose timelines are recorded is limited; failed and active rooms come first. Each snapshot of a
 series has only the events and finished rooms that the earlier snapshots lack. The file appears under its name when it
@@ -7,34 +7,38 @@ is complete; on failure no file is left.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from kvctl.client import recording_file as form
 from kvctl.client.atomic_file import atomic_file
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
-from kvctl.client.faults import SILENT, Fault, FaultCode
+from kvctl.client.faults import SILENT, Fault
 from kvctl.client.fleet import FINISHED, Fleet, Survey, room_rows
 from kvctl.client.health_reads import BRIEF
-from kvctl.client.recordings import Answer, RecordedAgent, RecordedSnapshot, encode, text_endpoint, text_fault, utf8
+from kvctl.client.recordings import (
+    Answer,
+    RecordedAgent,
+    RecordedSnapshot,
+    agent_names,
+    encode,
+    text_endpoint,
+    text_fault,
+    utf8,
+)
 from kvctl.errors import CliError
 from kvctl_agent.contract import VERSION
-from kvctl_agent.contract import recording as form
-from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, Level
 
 MAX_SNAPSHOT_BYTES = 256 << 20
 """Maximum size of all snapshots of a series."""
 
-_INPUTS = "inputs"
 _CLOCK_ROUNDS = 3
 _ROWS = 1000
 _EVENTS = 4096  # default size of the agents' flight recorders
@@ -47,17 +51,20 @@ _NAMED = 5  # maximum agents named in one remark
 
 @dataclass(slots=True)
 class Saved:
-    """Row in the output of `kvctl record`: which inputs of one agent were recorded."""
+    """Row in the output of `kvctl record`: what the file has of one agent process.
+
+    Attributes:
+        events: number of its events.
+        lost: number of events that its flight recorder dropped between two snapshots.
+        rooms: number of timelines of its finished rooms.
+    """
 
     agent: str
     role: str
     incarnation: str
-    inputs: int = 0
-    missed: int = 0
-    dropped: int = 0  # number of pieces that the agent had discarded
-    nbytes: int = 0  # size of its inputs in the file
-    fault: str = ""  # why the agent stopped recording
-    refused: bool = False  # whether it did not return all of its inputs
+    events: int = 0
+    lost: int = 0
+    rooms: int = 0
 
 
 @dataclass(slots=True)
@@ -65,7 +72,7 @@ class Saving:
     """Result of making a recording.
 
     Attributes:
-        saved: a row for each recorded agent.
+        saved: a row for each agent process.
         moments: wall-clock time of each snapshot, ns.
         left_out: descriptions of data that the snapshots lack.
         interrupted: whether Ctrl-C ended it early; the file is valid.
@@ -101,8 +108,7 @@ class Series:
 def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
     """Records the fleet into `path`.
 
-    If an agent fails midway, the inputs that it has returned are recorded. If no agent answers, no file is written and
-    an existing file stays. The first Ctrl-C ends the series of snapshots, the second ends the fetching of inputs.
+    If no agent answers, no file is written and an existing file stays. Ctrl-C ends the series of snapshots.
 
     Raises:
         CliError: the file cannot be written; no partial file is left.
@@ -111,30 +117,17 @@ def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
     if saving.survey.agents:
         try:
             with atomic_file(path) as file:
-                write_recording(file, fleet, saving, series)
+                writer = _Writer(file)
+                try:
+                    _take_series(fleet, saving, series, writer)
+                except KeyboardInterrupt:
+                    if not saving.moments:
+                        raise
+                    saving.interrupted = True
+                writer.end()
         except OSError as error:
             raise CliError(f"cannot write {path}: {error.strerror or error}") from error
     return saving
-
-
-def write_recording(file: IO[bytes], fleet: Fleet, saving: Saving, series: Series) -> None:
-    """Writes a recording of the agents in `saving.survey` into an empty file, and adds the results to `saving`."""
-    saving.saved = [
-        Saved(agent.name, agent.hello["role"], agent.hello["incarnation"]) for agent in saving.survey.agents
-    ]
-    writer = _Writer(file)
-    try:
-        _take_series(fleet, saving, series, writer)
-    except KeyboardInterrupt:
-        saving.interrupted = True
-    writer.remove_incomplete()
-    try:
-        _fetch_inputs(fleet, saving, writer)
-    except KeyboardInterrupt:
-        if not saving.moments:
-            raise
-        saving.interrupted = True
-    writer.end()
 
 
 def write_snapshots(file: IO[bytes], snapshots: Iterable[RecordedSnapshot]) -> bool:
@@ -151,7 +144,7 @@ def write_snapshots(file: IO[bytes], snapshots: Iterable[RecordedSnapshot]) -> b
 
 
 class _Writer:
-    """Writes and counts frames, and can remove a frame that an interrupt has left incomplete."""
+    """Writes and counts frames; `end` removes a frame that an interrupt has left incomplete."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -159,32 +152,30 @@ class _Writer:
         self.nbytes = file.write(form.file_header())
         self.add([form.encode_frame(form.HEAD, {"made_at_ns": time.time_ns(), "version": VERSION})])
 
-    def add(self, frames: Iterable[bytes]) -> int:
-        """Writes frames that are valid only together; returns their size in bytes."""
+    def add(self, frames: Iterable[bytes]) -> None:
+        """Writes frames that are valid only together."""
         whole = list(frames)
         data = b"".join(whole)
         self._file.write(data)
         self._frames += len(whole)
         self.nbytes += len(data)
-        return len(data)
-
-    def remove_incomplete(self) -> None:
-        """Removes the bytes of frames that `add` has not written completely."""
-        self._file.seek(self.nbytes)
-        self._file.truncate()
 
     def end(self) -> None:
-        self.remove_incomplete()
+        self._file.seek(self.nbytes)
+        self._file.truncate()
         self._file.write(form.encode_frame(form.DONE, {"frames": self._frames}))
 
 
 def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) -> None:
     recorder = SnapshotRecorder(fleet)
+    saved: dict[tuple[Endpoint, str], Saved] = {}
     ends: int | None = None
     while True:
         began = time.monotonic_ns()
         snapshot = recorder.take()
         writer.add(encode(snapshot, len(saving.moments)))
+        _count(saved, snapshot)
+        saving.saved = list(saved.values())
         saving.moments.append(snapshot.at_ns)
         saving.left_out = list(snapshot.left_out)  # later snapshots add what the first ones lack
         ends = ends or time.monotonic_ns() + series.for_ns  # the first snapshot, which may be slow, does not count
@@ -198,69 +189,19 @@ def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) 
         time.sleep(max(0, min(left_ns, began + series.every_ns - time.monotonic_ns())) / 1e9)
 
 
-@dataclass(slots=True)
-class _InputPages:
-    """Progress of fetching the inputs of one agent, page by page.
-
-    Attributes:
-        number: position of the agent among the recorded agents.
-        since, until: next input to fetch, and the end; None before the first page.
-    """
-
-    endpoint: Endpoint
-    number: int
-    saved: Saved
-    since: int | None = None
-    until: int | None = None
-
-
-def _fetch_inputs(fleet: Fleet, saving: Saving, writer: _Writer) -> None:
-    agents = zip(saving.survey.agents, saving.saved, strict=True)
-    waiting = [
-        _InputPages(agent.endpoint, number, saved)
-        for number, (agent, saved) in enumerate(agents)
-        if agent.ended_ns is None  # its machine's inputs ended with it
-    ]
-    without: Counter[str] = Counter()  # agents that keep no inputs, by their reason
-    while waiting:
-        requests = [(each.endpoint, Call(_INPUTS, {"since": each.since, "until": each.until})) for each in waiting]
-        unfinished: list[_InputPages] = []
-        for each, reply in zip(waiting, fleet.ask(requests), strict=True):
-            fault = reply.fault or _take_page(each, reply, writer)
-            if fault is not None:
-                each.saved.refused = True
-                if fault.code == ErrorCode.REFUSED:
-                    without[fault.message] += 1
-                else:
-                    saving.faults.append(fault)
-            elif each.since != each.until:
-                unfinished.append(each)
-        waiting = unfinished
-    for reason, count in without.items():
-        saving.left_out.append(f"inputs of {count} agent{'s' * (count != 1)}: {reason}")
-
-
-def _take_page(each: _InputPages, reply: Reply, writer: _Writer) -> Fault | None:
-    """Writes the page of inputs in `reply` and records the progress in `each`; returns a fault for a malformed page."""
-    try:
-        page, header, saved = reply.data, reply.data["header"], each.saved
-        if each.since is None:
-            about = {"agent": each.number, "header": header, "dropped": page["dropped"]}
-            writer.add([form.encode_frame(form.AGENT, about)])
-        saved.missed, saved.fault = header["missed"], header["fault"]
-        saved.dropped += page["dropped"]
-        for blob in page["blobs"]:
-            data = base64.b64decode(blob["data"], validate=True)
-            about = {"agent": each.number, **{name: blob[name] for name in ("number", "kind", "first", "count")}}
-            saved.nbytes += writer.add([form.encode_frame(form.BLOB, about, data)])
-            saved.inputs += blob["count"]
-        if not isinstance(page["next"], int) or (each.since is not None and page["next"] <= each.since):
-            raise ValueError("its pages do not end")
-        each.since, each.until = page["next"], page["end"]
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        text = f"answered {_INPUTS} with what this kvctl does not understand: {error}"
-        return Fault(each.endpoint.name, FaultCode.PROTOCOL, text)
-    return None
+def _count(saved: dict[tuple[Endpoint, str], Saved], snapshot: RecordedSnapshot) -> None:
+    """Adds what a snapshot has of each agent process to its row."""
+    names = agent_names(snapshot)
+    for agent in snapshot.agents:
+        if agent.endpoint not in names:
+            continue
+        hello = agent.hello.data
+        new = Saved(names[agent.endpoint][1], hello["role"], hello["incarnation"])
+        row = saved.setdefault((agent.endpoint, new.incarnation), new)
+        events = _data(agent.answers).get("events", {"events": [], "dropped": 0})
+        row.events += len(events["events"])
+        row.lost += events["dropped"]
+        row.rooms += len(_timelines(agent.answers))
 
 
 @dataclass(slots=True)
@@ -385,11 +326,15 @@ def _remember(process: _Process, answers: Sequence[Answer]) -> None:
     if "events" in data:
         process.next = data["events"]["next"]
     known = {(row["room"], row["nonce"]) for command in FINISHED for row in room_rows(data, command)}
-    stored = {
+    process.finished = (process.finished | _timelines(answers)) & known
+
+
+def _timelines(answers: Sequence[Answer]) -> set[tuple[str, str]]:
+    """Returns number and nonce of the finished rooms whose timelines are among the answers."""
+    return {
         (answer.room, detail["nonce"])
         for answer in answers
         if answer.command == "room" and answer.room is not None and answer.fault is None
         for detail in answer.data
         if detail["finished_at_ns"] is not None
     }
-    process.finished = (process.finished | stored) & known

@@ -23,6 +23,7 @@ from typing import IO, Any, get_args, get_origin, get_type_hints
 import orjson
 
 from kvctl.client import bundles
+from kvctl.client import recording_file as form
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Discovery, Endpoint, public
@@ -30,14 +31,13 @@ from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import FINISHED, Survey, gather, room_rows
 from kvctl.client.names import matches_name, told_apart
+from kvctl.client.recording_file import RecordingError, RecordingVersionError
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.contract.recording import RecordingError, RecordingVersionError
 from kvctl_agent.contract.values import near
 
-_MAX_MOMENTS_BYTES = 512 << 20  # compressed, without the inputs of state machines
+_MAX_MOMENTS_BYTES = 512 << 20  # compressed
 _DECODED_MOMENTS = 3
 _LISTS = frozenset({"rooms", *FINISHED})
 
@@ -150,7 +150,7 @@ def decode(at_ns: int, bodies: Sequence[bytes]) -> RecordedSnapshot:
         RecordingError: the bodies are damaged.
     """
     try:
-        head, *agents = (orjson.loads(form.decompress(body, form.MAX_ANSWERS_BYTES)) for body in bodies)
+        head, *agents = (orjson.loads(form.decompress(body)) for body in bodies)
         return of_document({**head, "at_ns": at_ns, "agents": agents})
     except (KeyError, TypeError, ValueError) as error:
         raise RecordingError(f"it is damaged: a snapshot lacks {error}") from None
@@ -266,10 +266,7 @@ def load(path: Path) -> SnapshotReader:
     with opened(path) as file:
         packed = _snapshots(file)
     if not packed:
-        raise CliError(
-            f"{path}: it has inputs of state machines only and no snapshot of a fleet: kvctl replay reads it; "
-            "kvctl record of this version saves both"
-        )
+        raise CliError(f"{path}: it has no snapshot of a fleet: recordings of kvctl 0.1 for kvctl replay have none")
     return SnapshotReader(path, packed)
 
 
@@ -412,7 +409,7 @@ class RecordingSource:
         if not self._endpoints:
             return Discovery(snapshot.directory, live, list(snapshot.stale), list(snapshot.faults))
         found = Discovery(snapshot.directory)
-        names = _agent_names(snapshot)
+        names = agent_names(snapshot)
         for wanted in self._endpoints:
             named = [each for each in live if _named(each, wanted) or matches_name(wanted, *names.get(each, ()))]
             stale = [each for each in snapshot.stale if _named(each, wanted)]
@@ -513,7 +510,7 @@ class _History:
         oldest = rows[0]["sequence"] if rows else following
         chosen = [row for row in rows if row["sequence"] >= since][:limit]
         following = chosen[-1]["sequence"] + 1 if chosen else max(since, oldest)
-        return {"events": chosen, "next": following, "dropped": max(0, oldest - since)}
+        return {"events": chosen, "next": following, "dropped": following - since - len(chosen)}
 
     def finished_room(self, agent: RecordedAgent, command: str, room: str) -> Answer:
         """Returns the answer to `room` or `layers` for a finished room whose details are in an earlier snapshot."""
@@ -552,7 +549,7 @@ def _process(agent: RecordedAgent) -> tuple[Endpoint, str]:
     return agent.endpoint, agent.hello.data["incarnation"]
 
 
-def _agent_names(snapshot: RecordedSnapshot) -> dict[Endpoint, tuple[str, str]]:
+def agent_names(snapshot: RecordedSnapshot) -> dict[Endpoint, tuple[str, str]]:
     """Returns the names of each agent that answered: the one that it gave itself, and the one that no other has."""
     answers = [(agent.endpoint, agent.hello.data) for agent in snapshot.agents if agent.hello.fault is None]
     known = told_apart([(hello["name"], hello.get("host") or "", hello["incarnation"]) for _, hello in answers])

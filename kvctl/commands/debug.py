@@ -11,6 +11,7 @@ import click
 from kvctl.client.atomic_file import atomic_file
 from kvctl.client.bundles import checked, is_bundle
 from kvctl.client.faults import exit_code, lines
+from kvctl.client.recording_file import RecordingError
 from kvctl.client.recordings import file_errors
 from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleResult, write_bundle
 from kvctl.commands.options import KvctlGroup
@@ -22,7 +23,6 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render.report import Report
 from kvctl.render.view import Column, Kind, View, Width
-from kvctl_agent.contract.recording import RecordingError
 
 BUNDLE = View(
     "bundle",
@@ -60,8 +60,7 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
     FILE unpacks it. An existing FILE is replaced. It contains names and addresses, and no KV.
 
     With --redact each host, user, address, path and key gets another name (host-1, path-3), the same everywhere; names
-    of agents stay, and the inputs of their state machines are left out. With --from an older recording or bundle is
-    redacted.
+    of agents stay. With --from an older recording or bundle is redacted.
     """
     output = Output(settings)
     output.selection(BUNDLE)

@@ -25,7 +25,7 @@ import orjson
 from kvctl.client.bundles import RECORDING, Archive, Entry
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
-from kvctl.client.recorder import Saving, Series, SnapshotRecorder, write_recording, write_snapshots
+from kvctl.client.recorder import SnapshotRecorder, write_snapshots
 from kvctl.client.recordings import RecordedSnapshot, load, utf8
 from kvctl.client.redaction import Redaction, redacted
 from kvctl.commands.registry import load as command_named
@@ -145,9 +145,12 @@ class _Bundle:
     def _add_files(self) -> None:
         with tempfile.NamedTemporaryFile(dir=self._directory, prefix=".kvctl-", suffix=".kvrec") as recording:
             self._report("asking the agents")
-            contents = self._record(recording)
+            snapshots = self._snapshots()
+            if self._redaction is not None:
+                snapshots = redacted(snapshots, self._redaction)
+            self._result.partial = not write_snapshots(recording, snapshots)
             recording.flush()
-            self._archive.add(RECORDING, recording, contents)
+            self._archive.add(RECORDING, recording, "snapshots of the fleet, for --from")
             if self._result.partial:
                 return
             # Without agents no command has anything to show.
@@ -159,25 +162,6 @@ class _Bundle:
             facts = host_facts()
             known = self._redaction.document(facts) if self._redaction else facts
             self._archive.add(HOST, orjson.dumps(known, option=orjson.OPT_INDENT_2), "the same machine in numbers")
-
-    def _record(self, file: IO[bytes]) -> str:
-        """Writes the recording to `file`, and returns a description of its contents."""
-        result = self._result
-        if not isinstance(self._source, Path) and self._redaction is None:
-            saving = Saving(self._source.survey())
-            write_recording(file, self._source, saving, Series(_APART_NS, _APART_NS, lambda *_: None))
-            result.agents, result.faults = len(saving.saved), saving.faults
-            result.left_out += saving.left_out
-            result.partial = saving.interrupted
-            inputs = ", and inputs of its state machines, for kvctl replay"
-            return f"snapshots of the fleet, for --from{inputs * any(saved.inputs for saved in saving.saved)}"
-        snapshots = self._snapshots()
-        result.partial = not write_snapshots(
-            file, redacted(snapshots, self._redaction) if self._redaction else snapshots
-        )
-        reason = ": they contain addresses" if self._redaction else ""
-        result.left_out.append(f"inputs of the state machines{reason}")
-        return "snapshots of the fleet, for --from"
 
     def _snapshots(self) -> Iterator[RecordedSnapshot]:
         """Yields the snapshots of the source, and sets agents, faults and omissions in the result."""

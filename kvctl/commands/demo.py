@@ -153,7 +153,7 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     type=click.Path(path_type=Path, file_okay=False, writable=True),
     metavar="DIR",
     callback=_directory,
-    help="Directory for files about findings: the room on all ranks, and recordings for kvctl replay.",
+    help="Directory for files about findings: the room on all ranks, and recordings for --from.",
 )
 @click.option(
     "--verify/--no-verify",

@@ -1,4 +1,4 @@
-"""`kvctl record`: saves snapshots of a fleet and inputs of its state machines in one file."""
+"""`kvctl record`: saves snapshots of a fleet, with all events between them, in one file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvctl.client.recorder import Saved, Saving, Series, save_recording
+from kvctl.client.recorder import Saving, Series, save_recording
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live, live_only
@@ -21,14 +21,15 @@ from kvctl.render.report import Report
 from kvctl.render.view import Column, Kind, View, Width
 
 RECORDED = View(
-    "recorded",
+    "recording",
     (
         Column("agent"),
         Column("role"),
-        Column("inputs", Kind.COUNT),
-        Column("missed", Kind.COUNT),
-        Column("size", Kind.BYTES, path="nbytes"),
-        Column("dropped", Kind.COUNT, Width.WIDE),
+        Column("events", Kind.COUNT, help="events in the file"),
+        Column("rooms", Kind.COUNT, help="finished rooms whose timelines are in the file"),
+        Column(
+            "lost", Kind.COUNT, Width.WIDE, help="events that the agent's flight recorder dropped between snapshots"
+        ),
         Column("incarnation", width=Width.WIDE),
     ),
     sort=("agent",),
@@ -66,11 +67,11 @@ class Span(click.ParamType[int]):
 )
 @pass_settings
 def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int) -> None:
-    """Save to FILE everything that the reading commands show, and the latest inputs of the agents' state machines.
+    """Save to FILE everything that the reading commands show, and with --for all events between the snapshots.
 
-    Every reading command reads the file with --from FILE, kvctl top plays it, and kvctl replay runs its inputs again.
-    Agents always keep their latest inputs (record_inputs in their configuration): record one snapshot after something
-    went wrong, or use --for before something is expected to. Ctrl-C ends it early; the file is valid.
+    Every reading command reads the file with --from FILE, and kvctl top plays it. Agents always keep their latest
+    events, and the timelines of their latest rooms: record one snapshot after something went wrong, or use --for before
+    something is expected to. Ctrl-C ends it early; the file is valid.
 
     All agents are saved, or those that -e and -l select. An existing FILE is replaced. It contains page numbers, names
     and addresses, and no KV.
@@ -101,19 +102,13 @@ def _saved_text(path: Path, saving: Saving) -> str:
     text = f"{len(moments)} snapshot{'s' * (len(moments) != 1)}"
     if len(moments) > 1:
         text += f" in {units.duration(moments[-1] - moments[0])}"
-    replay = f", kvctl replay {path}" * any(saved.inputs for saved in saving.saved)
-    return f"{text} saved to {path}: kvctl status --from {path}{replay}"
+    return f"{text} saved to {path}: kvctl status --from {path}"
 
 
 def _notes(saving: Saving) -> list[str]:
-    lacking = [f"not in the file: {text}" for text in saving.left_out]
-    return [*lacking, *(note for saved in saving.saved if (note := _missing_inputs(saved)))]
-
-
-def _missing_inputs(saved: Saved) -> str:
-    """Returns a note about the inputs of an agent that the file lacks; "" if it has all."""
-    if saved.fault:
-        return f"{saved.agent}: {saved.missed} inputs were not recorded, recording stopped: {saved.fault}"
-    if saved.missed:
-        return f"{saved.agent}: {saved.missed} inputs were not recorded: too many rooms were open for a checkpoint"
-    return "" if saved.inputs or saved.refused else f"{saved.agent}: records nothing (record_inputs is 0)"
+    lost = [
+        f"{saved.agent}: {saved.lost} events between two snapshots, more than its flight recorder holds"
+        for saved in saving.saved
+        if saved.lost
+    ]
+    return [f"not in the file: {text}" for text in [*saving.left_out, *lost]]

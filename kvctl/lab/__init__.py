@@ -1,4 +1,4 @@
-"""Implements bench, tune, demo and replay, which run agents, or parts of agents, on this machine.
+"""Implements bench, tune, demo and preflight, which run agents, or parts of agents, on this machine.
 
 No other part of kvctl may import more of `kvctl_agent` than its contract.
 """

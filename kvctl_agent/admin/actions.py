@@ -1,4 +1,4 @@
-"""Handlers of the admin commands that change something, and of `inputs`, which only the agent has.
+"""Handlers of the admin commands that change something.
 
 They run on the thread of the agent's link to its observer and return within about two seconds: a longer measurement
 continues in the background, and repeating the request returns its result. All commands are idempotent and report
@@ -7,20 +7,15 @@ continues in the background, and repeating the request returns its result. All c
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.admin import ErrorCode
-from kvctl_agent.contract.recording import InputPage
 from kvctl_agent.contract.snapshots import ActionResult, Probe, ProbeRow, Result
 from kvctl_agent.errors import ConfigError, KvctlError, LocalProtocolError, RequestRefused
-from kvctl_agent.layout.plan_inputs import PLAN_VERSION
 from kvctl_agent.parts import AgentParts
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.messages import PROTOCOL_VERSION
 from kvctl_agent.runtime.peer_connections import Measurement
 from kvctl_agent.transport.cost_probe import ConnectionCost
 
@@ -54,7 +49,6 @@ class AdminActions:
             self.resume,
             self.set,
             self.probe,
-            self.inputs,
         )
         return {act.__name__: lambda args, act=act: act(**args) for act in acts}  # type: ignore[misc]
 
@@ -195,38 +189,6 @@ class AdminActions:
             }
             for descriptors, nbytes, each, write in points
         ]
-
-    def inputs(self, since: int | None = None, until: int | None = None) -> InputPage:
-        """Returns a page of the state machine's recorded inputs, compressed on this thread.
-
-        Args:
-            since: number of the first blob; None: the oldest one stored.
-            until: number after the last blob; None: up to now.
-
-        Raises:
-            RequestRefused: none are recorded.
-        """
-        inputs, local = self._parts.inputs, self._parts.local
-        pieces = inputs.pieces(since, until)
-        return {
-            "header": {
-                "name": local.name,
-                "role": local.role,
-                "incarnation": f"{local.incarnation:016x}",
-                "pid": os.getpid(),
-                "version": VERSION,
-                "protocol_version": PROTOCOL_VERSION,
-                "plan_version": PLAN_VERSION,
-                "clock_offset_ns": self._parts.telemetry.clock.offset_ns,
-                "taken": inputs.taken,
-                "missed": inputs.missed,
-                "fault": inputs.fault,
-            },
-            "blobs": pieces.blobs,
-            "next": pieces.next,
-            "end": pieces.end,
-            "dropped": pieces.dropped,
-        }
 
     def _check_lease(self, name: str) -> None:
         """Raises RequestRefused if the peer has been silent for too long, since its registered memory may be gone."""

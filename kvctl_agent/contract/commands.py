@@ -82,15 +82,6 @@ COMMANDS: tuple[Command, ...] = (
         "the flight recorder",
         args=(Arg("since", "int", "first sequence number to return"), _LIMIT),
     ),
-    Command(
-        "inputs",
-        "recorded inputs of the protocol state machine; level operate because they contain memory addresses",
-        Level.OPERATE,
-        args=(
-            Arg("since", "int", "number of the first blob to return (default: the oldest)"),
-            Arg("until", "int", "number after the last blob to return (default: up to now)"),
-        ),
-    ),
     Command("metrics", "counters, gauges and histograms with help and unit"),
     Command("health", "what health codes read, without rows that are plainly in order; for large fleets"),
     Command("stacks", "Python stacks of all threads"),

@@ -445,14 +445,6 @@ KEYS: tuple[Key, ...] = (
         minimum=1,
         maximum=1024,
     ),
-    Key(
-        "record_inputs",
-        int,
-        65536,
-        "Inputs of the protocol state machine kept for kvctl record and kvctl replay; 0: none.",
-        minimum=0,
-        maximum=1 << 22,
-    ),
 )
 
 KEYS_BY_NAME: dict[str, Key] = {key.name: key for key in KEYS}

@@ -29,7 +29,7 @@ from kvctl_agent.telemetry.region import Cell, Document, MemoryReader, RegionRea
 FRESH_S = 0.1
 """Longest wait for documents that a worker was asked for."""
 
-ACTIONS = frozenset({"abort", "release", "forget", "drain", "resume", "set", "probe", "inputs", "stacks"})
+ACTIONS = frozenset({"abort", "release", "forget", "drain", "resume", "set", "probe", "stacks"})
 """Declared commands that only the worker's own process can carry out."""
 
 _WITHOUT_DOCUMENTS = frozenset({"events", "history", "slow", "layers", "nics", "cost"})

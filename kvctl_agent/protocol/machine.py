@@ -318,7 +318,7 @@ class Machine:
         peers: peers by name.
         rooms: rooms by number, without those that have ended on all ranks.
         open: rooms that are open with a peer; on a prefill rank one item for each peer of a room.
-        state: all state kept between two events; a checkpoint is a copy of it.
+        state: all state kept between two events.
 
     Args:
         find: returns the room that a message is about, and its transfer with a peer.

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -32,7 +31,6 @@ from kvctl_agent.protocol.bootstrap_registry import NOWHERE, Lookup, Rank, Regis
 from kvctl_agent.protocol.machine import Machine
 from kvctl_agent.protocol.messages import MAX_TEXT, Hello, PeerInfo, RoomAccepted, StagingGrants
 from kvctl_agent.protocol.peer import LocalInfo, PeerState
-from kvctl_agent.protocol.recording import InputLog
 from kvctl_agent.runtime import control_endpoints
 from kvctl_agent.runtime.arrivals import Arrivals
 from kvctl_agent.runtime.bootstrap import Registries, RegistryServer
@@ -181,7 +179,6 @@ class ControlLoop:
         wait: InputWait | None = None,
         server: RegistryServer | None = None,
         authenticator: Callable[[], ZapAuthenticator] | None = None,
-        inputs: InputLog | None = None,
     ) -> None:
         """Creates the loop; `open` binds and connects its sockets, `start` starts its thread.
 
@@ -193,11 +190,9 @@ class ControlLoop:
             wait: waits for input; None for one without a transport.
             server: first prefill rank: the registry of its instance.
             authenticator: starts the authenticator of the control sockets; None without keys.
-            inputs: records every event before the machine handles it.
         """
         self._local = local
         self._machine = machine
-        self._handle = machine.handle if inputs is None else partial(inputs.handle, machine)
         self._channel = channel
         self._mailbox = mailbox
         self._mailbox_key = mailbox.fileno()
@@ -462,7 +457,7 @@ class ControlLoop:
         event would overtake those of the actions that are still to be executed.
         """
         try:
-            actions = self._handle(event, time.monotonic_ns())
+            actions = self._machine.handle(event, time.monotonic_ns())
         except LocalProtocolError as error:
             self._telemetry.recorder.record("engine", str(error), "error")
             if isinstance(event, ev.SendRoom | ev.OpenRoom):

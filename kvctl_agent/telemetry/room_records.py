@@ -200,10 +200,8 @@ class RoomRecord(RoomValues):
 
     def leave(self, peer: str, nonce: int) -> None:
         """Removes a decode rank that has recalled the room; it may open the room again, under another nonce."""
-        if peer in self.peers:  # otherwise the record was rebuilt from a checkpoint, which has neither
-            self.peers.remove(peer)
-        if nonce in self.nonces:
-            self.nonces.remove(nonce)
+        self.peers.remove(peer)
+        self.nonces.remove(nonce)
         self.nonce = self.nonces[0] if self.nonces else 0
         self._append_peers(0)
 

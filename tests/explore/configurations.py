@@ -11,7 +11,8 @@ from typing import NamedTuple
 from tests.explore.explorer.flow import Budget
 from tests.explore.explorer.scene import Scene
 from tests.explore.explorer.search import Bounds, Explored, explore
-from tests.support.protocol.simulation import Broken, direct, mixed
+from tests.support.protocol.invariants import Broken
+from tests.support.protocol.simulation import direct, mixed
 
 D, D1, P0, P1 = "decode-0", "decode-1", "prefill-0", "prefill-1"
 # Two writers whose workers take the rooms in different orders, which locks them out of each other's way to the ring

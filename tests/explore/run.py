@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 from tests.explore.configurations import LARGE, SMALL, Configuration
 from tests.explore.explorer.search import Bounds, Explored
-from tests.support.protocol.simulation import Broken
+from tests.support.protocol.invariants import Broken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

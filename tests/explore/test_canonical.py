@@ -32,7 +32,7 @@ def reachable(root: object) -> dict[str, object]:
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset):
             waiting += value
-        elif type(value).__module__.startswith(("kvctl_agent.protocol", "kvctl.lab.replay", "tests.")):
+        elif type(value).__module__.startswith(("kvctl_agent.protocol", "tests.")):
             for base in type(value).__mro__[:-1]:
                 found.setdefault(base.__name__, value)
             slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]

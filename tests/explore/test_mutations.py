@@ -8,7 +8,7 @@ import pytest
 
 from tests.explore.explorer.search import Bounds
 from tests.explore.mutations import MUTATIONS, Mutation
-from tests.support.protocol.simulation import Broken
+from tests.support.protocol.invariants import Broken
 from tests.support.sampling import sampled
 
 BOUND = 80_000

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import struct
-import zlib
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
 
-from kvctl_agent.contract import recording
+from kvctl.client import recording_file as recording
+from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.faults import Fault
+from kvctl.client.recordings import Answer, RecordedAgent, RecordedSnapshot, encode
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.protocol import bootstrap_registry as registry
@@ -24,16 +28,27 @@ from tests.support.protocol.example_messages import EVERY, TAG
 _RANK = registry.Rank("prefill-0", "tcp://127.0.0.1:7000", 1, [0, 0, 0, 0], [1, 1, 1, 2])
 _ANSWER = registry.Roster([_RANK], 2, "1 of 2 prefill ranks registered, missing tp=1")
 _LENGTHS = [(32).to_bytes(4, "little") + b"t" * 32, (4096).to_bytes(4, "little"), b"\xff" * 4]
-_INPUTS = msgspec.msgpack.encode(
-    [[[0, "staged"]], [[5, "Tick", msgspec.msgpack.encode({}), ""], [6, "AbortRoom", b"\x80", ""]]]
+_ENDPOINT = Endpoint("decode-0", Path("/run/kvctl/decode-0.sock"))
+_HELLO = {"name": "decode-0", "role": "decode", "incarnation": "c0ffee", "now_ns": 7}
+_SNAPSHOT = RecordedSnapshot(
+    5,
+    Path("/run/kvctl"),
+    [Endpoint("decode-1", None, remote="tcp://10.0.0.5:7")],
+    [Fault("decode-2", "unreachable", "no such agent")],
+    [RecordedAgent(_ENDPOINT, 9, ClockOffset(1, 2), [Answer("hello", None, _HELLO), Answer("room", "7", [])])],
+    ["timelines"],
 )
 _RECORDING = (
     recording.file_header()
     + recording.encode_frame(recording.HEAD, {"made": "now"})
-    + recording.encode_frame(recording.AGENT, {"agent": 0, "name": "decode-0"})
-    + recording.encode_frame(recording.BLOB, {"agent": 0, "number": 0, "kind": "inputs"}, zlib.compress(_INPUTS))
+    + b"".join(encode(_SNAPSHOT, 0))
     + recording.encode_frame(recording.DONE, {"frames": 3})
 )
+
+
+def _documents(document: dict[str, Any]) -> list[Any]:
+    """Returns the documents of a snapshot's frames."""
+    return [{**document, "agents": []}, *document["agents"]]
 
 
 def _edit(place: int, offset: int, content: bytes) -> bytes:
@@ -133,7 +148,7 @@ SEEDS: dict[str, list[bytes]] = {
         b"\1\4\x16\5READY\x0bSocket-Type\0\0\0\xffX",
         b"\1\4\7\4PING\0\1",
     ],
-    "recorded-piece": [_INPUTS, msgspec.msgpack.encode([[["r", 0], 1], {"rooms": ["t", []]}, [], 0, {}])],
+    "recorded-snapshot": [b"\n".join(map(orjson.dumps, _documents(_SNAPSHOT.document())))],
     "recording": [_RECORDING, _RECORDING[:40]],
     "region": [
         b"",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
+import zlib
 from collections.abc import Callable
 from io import BufferedReader, BytesIO
 from typing import Any
@@ -17,20 +18,19 @@ import orjson
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.metrics.reader import MetricsReader
 from kvctl.client.metrics.scrape import ScrapeError, parse
+from kvctl.client.recording_file import RecordingError, read_frames
+from kvctl.client.recordings import decode
 from kvctl.lab.bench import trace
-from kvctl.lab.replay.recordings import decode_inputs
 from kvctl.logs.scan import LogError, Scan
 from kvctl.logs.signatures import signatures
-from kvctl_agent.contract import recording
 from kvctl_agent.contract.admin import MAGIC
-from kvctl_agent.errors import RecordingError, RecordingVersionError, RegionError, RemoteProtocolError, RequestRefused
+from kvctl_agent.errors import RegionError, RemoteProtocolError, RequestRefused
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.observer import documents
 from kvctl_agent.observer.fold import Fold
 from kvctl_agent.observer.requests import parse_body, parse_frames, request_id
 from kvctl_agent.protocol import bootstrap_registry, codec
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.checkpoint import unpack
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.security import unix_router
 from kvctl_agent.telemetry import region as regions
@@ -144,19 +144,15 @@ def tag_stream(data: bytes) -> None:
 
 
 def recorded_file(data: bytes) -> None:
-    """A recording: its frames and their contents."""
-    with contextlib.suppress(RecordingError, RecordingVersionError):
-        for frame in recording.read_frames(BytesIO(data)):
-            with contextlib.suppress(RecordingError):
-                recorded_piece(recording.decompress(frame.body))
+    """A recording: its frames, and the snapshot that they contain."""
+    with contextlib.suppress(RecordingError):
+        decode(0, [frame.body for frame in read_frames(BytesIO(data))][1:])
 
 
-def recorded_piece(data: bytes) -> None:
-    """The contents of a recording's frame: inputs, or a machine's state."""
-    with contextlib.suppress(RecordingError, RecordingVersionError):
-        list(decode_inputs(0, data))
-    with contextlib.suppress(RecordingError, RecordingVersionError):
-        unpack(data)
+def recorded_snapshot(data: bytes) -> None:
+    """The documents of a snapshot, one a line: its own fields, and the answers of each agent."""
+    with contextlib.suppress(RecordingError):
+        decode(0, list(map(zlib.compress, data.split(b"\n"))))
 
 
 REGION_EDIT = struct.Struct("<BIB")
@@ -254,7 +250,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "tag-stream": tag_stream,
     "zmtp": zmtp_stream,
     "recording": recorded_file,
-    "recorded-piece": recorded_piece,
+    "recorded-snapshot": recorded_snapshot,
     "region": region,
     "region-document": region_document,
     "region-records": region_records,

@@ -117,9 +117,8 @@ BOMBS = {
     ),
     "a tag of four billion bytes": ("tag-stream", b"\1" + b"\xff" * 4 + bytes(4 * MIB)),
     "a greeting without end": ("tag-stream", b"\2" + b"kvctltag" + bytes(4 * MIB)),
-    "a recording whose frame claims gigabytes": ("recording", b"KVCTLREC" + b"\1\0\0\0" + b"BLOB" + b"\xff" * 12),
-    "a piece that claims four billion inputs": ("recorded-piece", b"\x92\x90\xdd\xff\xff\xff\xff"),
-    "a piece of lists in lists": ("recorded-piece", b"\x91" * MIB),
+    "a recording whose frame claims gigabytes": ("recording", b"KVCTLREC" + b"\1\0\0\0" + b"SEEN" + b"\xff" * 12),
+    "a snapshot of lists in lists": ("recorded-snapshot", b"[" * MIB),
 }
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import socket
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -291,32 +289,6 @@ def nics(name: str) -> dict[str, Any]:
     }
 
 
-def inputs(name: str, since: int) -> dict[str, Any]:
-    """Two pieces of a recording, one per page, with arbitrary contents."""
-    number = min(since, 1)
-    kind, count = ("checkpoint", 0) if number == 0 else ("inputs", 40)
-    data = base64.b64encode(zlib.compress(name.encode())).decode()
-    return {
-        "header": {
-            "name": name,
-            "role": role_of(name),
-            "incarnation": "c0ffee",
-            "pid": 4242,
-            "version": "0.1.0",
-            "protocol_version": 1,
-            "plan_version": 2,
-            "clock_offset_ns": 0,
-            "taken": 47,
-            "missed": 7 if name == "decode-1" else 0,
-            "fault": "",
-        },
-        "blobs": [{"number": number, "kind": kind, "first": 0, "count": count, "data": data}],
-        "next": number + 1,
-        "end": 2,
-        "dropped": 0,
-    }
-
-
 def metrics(name: str) -> list[dict[str, Any]]:
     return [
         {
@@ -535,7 +507,6 @@ def answers(name: str, failed: bool = False) -> dict[str, Callable[[dict[str, An
             "dropped": 0,
         },
         "bootstrap": lambda _: bootstrap(name),
-        "inputs": lambda args: inputs(name, args.get("since", 0)),
         "metrics": lambda _: metrics(name),
         "config": lambda _: config(name),
     }

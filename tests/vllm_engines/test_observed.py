@@ -231,9 +231,7 @@ def test_top_recordings_and_bundles(observed: Observed, tmp_path: Path) -> None:
     for view in ("overview", "peers", "history", "layers"):
         observed.run("top", "--snapshot", str(screen), "--view", view, "--size", "160x40", "--interval", "1s")
         assert names[1] in screen.read_text(), screen.read_text()
-    saved = observed.run("record", str(recording))
-    assert "inputs of 2 agents: observe mode: vLLM owns the transfer protocol" in saved.stderr
-    assert "kvctl replay" not in saved.stderr
+    observed.run("record", str(recording))
     saved = observed.run("debug", "bundle", str(bundle))
     assert {"status.txt", "stacks.txt", "metrics.prom"} < {line.split()[0] for line in saved.stdout.splitlines()}
     now = {row["room"] for row in observed.kvctl("rooms", "history")}

@@ -34,9 +34,9 @@ _MAX_SAVED_FINDINGS = 3
 
 
 class Artifacts:
-    """Saves files about findings: the room as every rank sees it, and recordings of all agents for `kvctl replay`.
+    """Saves files about findings: the room as every rank sees it, and a recording of all agents.
 
-    The files are saved as soon as a finding is seen, because agents keep only their latest inputs.
+    The files are saved as soon as a finding is seen, because agents keep only their latest events and rooms.
 
     Attributes:
         saved: paths of the saved files, and error messages.

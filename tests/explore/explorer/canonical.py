@@ -84,8 +84,10 @@ IRRELEVANT: dict[str, dict[str, str]] = {
         "paths": _TOLD,
         "cut": _TOLD,
     },
-    "ExpectedRoom": {"plan": "named by room and nonce"},
-    "Expected": {"opening": "named by room and nonce", "failure": "for the words of a complaint"},
+    "ExpectedRoom": {
+        **dict.fromkeys(("plan", "opening"), "named by room and nonce"),
+        "failure": "for the words of a complaint",
+    },
 }
 
 # Mappings that are looked up by key, and never walked in an order that anybody could see.

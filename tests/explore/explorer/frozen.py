@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from kvctl.lab.replay.invariants import RoomPlan
 from kvctl_agent.contract.snapshots import Failure
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import TransferSlice
@@ -22,7 +21,8 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.peer import LocalInfo, Timing
 from kvctl_agent.protocol.prefill import PrefillMachine
-from kvctl_agent.telemetry.null import NullTelemetry
+from tests.support.protocol.invariants import RoomPlan
+from tests.support.protocol.null_telemetry import NullTelemetry
 from tests.support.protocol.simulation import SECOND, direct, staged
 
 NOW_NS = SECOND  # as in a world before its first tick

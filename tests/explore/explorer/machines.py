@@ -26,7 +26,8 @@ from tests.explore.explorer.frozen import (
     freeze,
     thaw,
 )
-from tests.support.protocol.oracle import Broken, Write, place_of
+from tests.support.protocol.invariants import Broken
+from tests.support.protocol.oracle import Write, place_of
 
 
 class Age(NamedTuple):

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvctl.lab.replay.invariants import Violation
 from tests.explore.explorer.flow import Budget, Start, State, Step
 from tests.explore.explorer.space import Space
 from tests.explore.explorer.words import history
-from tests.support.protocol.oracle import Broken
+from tests.support.protocol.invariants import Broken
 
 _PROGRESS_S = 10.0
 
@@ -129,7 +128,7 @@ def _expand(space: Space, graph: _Graph, number: int, state: State, following: l
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, Broken | Violation) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
 
 
 def _packed(state: State) -> bytes:

@@ -11,7 +11,7 @@ from tests.explore.explorer.frozen import NOW_NS
 from tests.explore.explorer.lives import Lives
 from tests.explore.explorer.machines import arrived
 from tests.explore.explorer.witness import Witness
-from tests.support.protocol.oracle import Broken
+from tests.support.protocol.invariants import Broken
 
 
 class Space(Lives):  # type: ignore[misc]

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvctl.client import bundles
+from kvctl.client import recording_file as form
 from kvctl.client.bundles import MANIFEST, RECORDING, Archive, checked, members
+from kvctl.client.recording_file import RecordingError
 from kvctl.client.recordings import RecordingSource
 from kvctl.errors import CliError
-from kvctl_agent.contract import recording as form
-from kvctl_agent.contract.recording import RecordingError
 
 RECORDED = b"".join(
     [

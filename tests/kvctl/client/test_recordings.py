@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvctl.client import recorder
+from kvctl.client import recording_file as form
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
-from kvctl.client.recorder import SnapshotRecorder, write_snapshots
+from kvctl.client.recorder import Series, SnapshotRecorder, save_recording, write_snapshots
 from kvctl.client.recordings import (
     Answer,
     RecordedAgent,
@@ -32,7 +33,6 @@ from kvctl.client.recordings import (
     text_fault,
 )
 from kvctl.errors import CliError
-from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused
 from kvctl_agent.observer.flight_recorder import RecordedEvents
@@ -153,10 +153,12 @@ def test_a_series_holds_each_finished_room_once_and_every_moment_can_tell_it(
     }
     start("decode-0", {**none, "history": history, "room": room})
     with Fleet((), {}, 5 * S) as fleet:
-        taker = SnapshotRecorder(fleet)
-        path = saved(tmp_path / "series.kvrec", taker.take(), taker.take())
+        path = tmp_path / "series.kvrec"
+        saving = save_recording(fleet, path, Series(20_000_000, 10_000_000, lambda *_: None))
     assert asked == [5]
+    assert [(row.agent, row.events, row.lost, row.rooms) for row in saving.saved] == [("decode-0", 2, 0, 1)]
     file = RecordingSource(path)
+    assert len(file.moments) > 1
     for index in (1, 0):
         file.seek(index)
         survey = file.survey([Call("room", {"room": "5"}), Call("events")])

@@ -277,7 +277,7 @@ def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, cann
     for args in (*READING, ("rooms", "show", canned.ROOM), ("rooms", "--state", "Failed"), ("layers", "--room", "7")):
         kvctl(*args)
     kvctl("record", str(tmp_path / "recording"))
-    reading = {name for name, command in COMMANDS_BY_NAME.items() if command.level is Level.READ} | {"inputs"}
+    reading = {name for name, command in COMMANDS_BY_NAME.items() if command.level is Level.READ}
     assert seen.keys() == reading - SERVED_HERE - {BRIEF.command}  # of large fleets only
     for name, used in seen.items():
         assert used <= {arg.name for arg in COMMANDS_BY_NAME[name].args}

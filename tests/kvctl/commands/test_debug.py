@@ -16,11 +16,11 @@ import pytest
 import zstandard
 
 from kvctl.client import recorder, redaction
+from kvctl.client import recording_file as form
 from kvctl.client.bundles import RECORDING, Archive
 from kvctl.client.recordings import load
 from kvctl.commands import debug_bundle
 from kvctl.commands.output import Output
-from kvctl_agent.contract import recording as form
 from tests.support.answers import refusal
 
 KEY = "0123456789abcdef" * 4
@@ -58,7 +58,7 @@ def test_a_bundle_holds_what_its_manifest_says(fleet: Any, kvctl: Any, tmp_path:
     assert [each.name for each in tmp_path.iterdir()] == ["b.tar.zst"]
     with io.BytesIO(files[RECORDING]) as file:
         kinds = {frame.kind for frame in form.read_frames(file)}
-    assert kinds == {form.HEAD, form.MOMENT, form.ANSWERS, form.AGENT, form.BLOB}
+    assert kinds == {form.HEAD, form.MOMENT, form.ANSWERS}
 
 
 def test_its_tables_are_those_that_live_agents_and_the_file_itself_show(
@@ -172,9 +172,6 @@ def test_redaction_leaves_no_name_of_a_machine_a_person_a_place_or_a_key(
         assert secret in before or secret == str(tmp_path)
         assert secret not in text
     assert all(f"{kind}-1" in text for kind in ("host", "user", "path", "key", "address"))
-    with io.BytesIO(unpacked(path)[RECORDING]) as file:
-        assert form.BLOB not in {frame.kind for frame in form.read_frames(file)}
-    assert "left out: inputs of the state machines" in outcome.err
     shown = kvctl("agents", "--from", str(path), "--columns", "agent,state", "-o", "tsv")
     assert (shown.code, shown.out) == (0, "agent\tstate\ndecode-0\tok\nhost-2-prefill-0\tok\n")
     for args in (("rooms", "-o", "tsv"), ("staging", "-o", "csv"), ("metrics", "-o", "yaml")):

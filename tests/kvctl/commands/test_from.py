@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvctl.client import recorder
+from kvctl.client import recording_file as form
 from kvctl.client.recordings import RecordingSource
 from kvctl.commands.settings import OUTPUTS
-from kvctl_agent.contract import recording as form
 from kvctl_agent.contract.admin import ErrorCode
 from tests.support.answers import refusal
 
@@ -94,17 +94,6 @@ def test_faults_and_refusals_are_the_same(start: Any, kvctl: Any, tmp_path: Path
         assert live.code == 7
 
 
-@pytest.mark.parametrize("command", [("record",), ("debug", "bundle")])
-def test_an_agent_that_keeps_no_inputs_is_no_fault(start: Any, kvctl: Any, tmp_path: Path, command: Any) -> None:
-    start(
-        "decode-0",
-        {"inputs": refusal(ErrorCode.REFUSED, "observe mode: the engine owns the protocol, which records no inputs")},
-    )
-    outcome = kvctl(*command, str(tmp_path / "observed"))
-    assert (outcome.code, outcome.err.count("inputs of 1 agent: observe mode: the engine owns the protocol")) == (0, 1)
-    assert "kvctl replay" not in outcome.out + outcome.err
-
-
 def test_who_is_not_in_the_file_is_told(recording: Path, kvctl: Any) -> None:
     outcome = kvctl("rooms", "--from", str(recording), "-e", "decode-7")
     assert outcome.code == 3
@@ -182,7 +171,7 @@ def _newer_moment(data: bytes) -> bytes:
     )
 
 
-def _inputs_only(data: bytes) -> bytes:
+def _no_snapshot(data: bytes) -> bytes:
     return form.file_header() + form.encode_frame(form.DONE, {"frames": 0})
 
 
@@ -195,7 +184,7 @@ def _inputs_only(data: bytes) -> bytes:
         (lambda data: data[:300] + b"\0" + data[301:], 1, "it is damaged"),
         (_newer_file, 6, "version 9, this kvctl reads version 1"),
         (_newer_moment, 6, "snapshots have version 3, this kvctl reads version 2"),
-        (_inputs_only, 1, "it has inputs of state machines only"),
+        (_no_snapshot, 1, "it has no snapshot of a fleet"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_told_in_one_line(

@@ -104,9 +104,7 @@ class TestEnded:
         assert (outcome.code, drained) == (1, ["decode-1"])
         assert "decode-0: it has ended" in outcome.err
 
-    def test_is_recorded_without_the_inputs_that_it_did_not_keep(
-        self, start: Any, start_ended: Any, kvctl: Any, tmp_path: Path
-    ) -> None:
+    def test_is_recorded(self, start: Any, start_ended: Any, kvctl: Any, tmp_path: Path) -> None:
         start("decode-0")
         start_ended("decode-0", PAST[0])
         recording = tmp_path / "fleet.kvrec"

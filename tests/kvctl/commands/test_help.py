@@ -39,7 +39,7 @@ every = pytest.mark.parametrize("path", ALL, ids=" ".join)
 # They start fleets, need a terminal, wait, or change agents; they are tested elsewhere.
 NOT_RUN = {
     *("top", "bench", "tune", "preflight", "demo", "mcp"),
-    *("wait", "drain", "resume", "replay", "key", "context", "logs"),
+    *("wait", "drain", "resume", "key", "context", "logs"),
 }
 ACTS = {("rooms", "abort"), ("staging", "release"), ("config", "set"), ("peers", "probe"), ("peers", "forget")}
 

@@ -37,7 +37,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 # They read no agent, start copy_threads, write files, or answer requests on stdin.
 NOT_HERE = {
-    *("bench", "demo", "tune", "preflight", "top", "record", "replay", "debug"),
+    *("bench", "demo", "tune", "preflight", "top", "record", "debug"),
     *("completion", "help", "key", "context", "mcp"),
 }
 

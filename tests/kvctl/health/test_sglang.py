@@ -13,7 +13,7 @@ from kvctl_agent.contract.commands import COMMANDS, Level
 from kvctl_agent.contract.config import KEYS
 from tests.kvctl.health.fleets import MIB, Fleet, S
 
-CHANGES = {command.name for command in COMMANDS if command.level > Level.READ} - {"inputs"}
+CHANGES = {command.name for command in COMMANDS if command.level > Level.READ}
 
 
 def observed() -> Fleet:

@@ -55,8 +55,7 @@ def test_metric_names_follow_prometheus(metric: Metric) -> None:
 def test_reading_commands_need_no_more_than_read() -> None:
     more = {command.name: command.level for command in COMMANDS if command.level is not Level.READ}
     acts = dict.fromkeys(("abort", "release", "forget", "drain", "resume", "probe"), Level.OPERATE)
-    # `inputs` only reads, but it tells where in our memory a peer writes.
-    assert more == {"inputs": Level.OPERATE, **acts, "set": Level.ADMIN}
+    assert more == {**acts, "set": Level.ADMIN}
     assert Level.READ < Level.OPERATE < Level.ADMIN
 
 

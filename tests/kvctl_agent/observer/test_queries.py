@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvctl_agent.contract import recording, snapshots
+from kvctl_agent.contract import snapshots
 from kvctl_agent.contract.admin import socket_path
 from kvctl_agent.contract.commands import COMMANDS
 from kvctl_agent.contract.metrics import METRICS_BY_NAME
@@ -35,7 +35,6 @@ ANSWERS: dict[str, Any] = {
     "nics": snapshots.Nics,
     "cost": snapshots.Cost,
     "events": snapshots.Events,
-    "inputs": recording.InputPage,
     "metrics": list[snapshots.MetricFamily],
     "health": snapshots.Health,
     "stacks": list[snapshots.ThreadStack],

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.checkpoint import Copy, build, unpack
 from kvctl_agent.protocol.tag import PartKey, PartKind, with_checksum
 from tests.kvctl_agent.protocol.test_finals import HYBRID
 from tests.support.folded import folded
@@ -139,20 +138,6 @@ def test_a_room_waits_for_the_last_checksum(choose: Any) -> None:
     world.settle()
     assert room.state is RoomState.SUCCESS
     world.check_empty()
-
-
-@pytest.mark.parametrize("choose", [direct, staged])
-def test_a_checkpoint_holds_the_checksums_that_are_being_taken(choose: Any) -> None:
-    world = world_of(choose)
-    world.held_back = True
-    move(world)
-    data = Copy(world.d(), 1 << 62).pack()
-    local, _, state = build(unpack(data))
-    again = world._build(local, state)
-    assert again.rooms[7].checks == world.d().rooms[7].checks != {}
-    for check in world.checks:
-        again.handle(world.answer(check), world.now_ns)
-    assert again.rooms[7].state is RoomState.SUCCESS
 
 
 @pytest.mark.parametrize("choose", [direct, staged])

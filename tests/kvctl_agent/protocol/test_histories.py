@@ -20,8 +20,9 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode import DecodeMachine
 from kvctl_agent.protocol.decode.rooms import RecvRoom
-from kvctl_agent.protocol.peer import CancelToken, Timing
+from kvctl_agent.protocol.peer import CancelToken, Peer, Timing
 from kvctl_agent.protocol.prefill.send_room import ComputedPages, PeerTransfer
+from kvctl_agent.protocol.ring import Position, Region, Ring, RingGate
 from tests.support.protocol.scenarios import open_and_compute, preempt, reopen, world
 from tests.support.protocol.simulation import SECOND, TIMING, World, registry
 
@@ -220,10 +221,38 @@ def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
     found.check_empty()
 
 
+allocate, free, watermark = Ring.allocate, Ring.free, vars(Ring)["watermark"]
+
+
+def allocate_again(ring: Ring, nbytes: int) -> Region:
+    region = allocate(ring, nbytes)
+    ring._serial -= region.serial % 3 == 0
+    return region
+
+
+def free_next(ring: Ring, serial: int) -> bool:
+    """Also frees the oldest region, which may be in use."""
+    moved = free(ring, serial)
+    if len(ring._live) > 1:
+        ring._live.pop(next(iter(ring._live)))
+        ring.sequence += 1
+    return moved
+
+
 @pytest.mark.parametrize(
     ("of", "name", "instead", "complaint"),
     [
         (RecvRoom, "complete", property(lambda room: room.missing == 0), "succeeds, but (the aux row|state)"),
+        (RingGate, "open", lambda gate, round_, end: True, "which the watermark .* has not passed"),
+        (Peer, "may_post", lambda peer, now_ns: peer.usable, "which it has not heard of lately"),
+        (Ring, "allocate", allocate_again, "grants serial .* again|grants serial .* after serial"),
+        (Ring, "free", free_next, "moves its watermark back|the ring holds|two writes in flight|KeyError"),
+        (
+            Ring,
+            "watermark",
+            property(lambda ring: Position(0, 0) if ring.sequence % 4 == 3 else watermark.fget(ring)),
+            "moves its watermark back",
+        ),
         (
             PeerTransfer,
             "drained",
@@ -238,7 +267,7 @@ def test_many_rooms_through_a_ring_that_holds_two_parts(seed: int) -> None:
 def test_the_oracle_sees_a_machine_that_forgets_a_rule(
     monkeypatch: pytest.MonkeyPatch, of: type, name: str, instead: object, complaint: str
 ) -> None:
-    """No final parts in the completion; a drain that does not wait; a cancel that stops nobody; layers not awaited."""
+    """No final parts in the completion; gates, leases, serials, watermarks that do not hold; drains not waited for."""
     monkeypatch.setattr(of, name, instead)
     with pytest.raises(AssertionError, match=complaint):
         list(map(harmed, range(200)))

@@ -14,9 +14,10 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.ring import RegionState
 from tests.support.folded import folded
+from tests.support.protocol.invariants import Broken
 from tests.support.protocol.moments import asked, compute, granted, pass_time, run_until
 from tests.support.protocol.scenarios import open_and_compute
-from tests.support.protocol.simulation import SECOND, TIMING, UNIT, Broken, Instance, World, direct, mixed
+from tests.support.protocol.simulation import SECOND, TIMING, UNIT, Instance, World, direct, mixed
 
 
 def ask(world: World, name: str, event: ev.Event) -> ev.Answered:

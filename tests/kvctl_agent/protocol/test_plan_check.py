@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.replay import invariants
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout import plan
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -16,7 +15,8 @@ from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.protocol.prefill import admission
 from kvctl_agent.protocol.tag import PartKind
-from tests.support.protocol.oracle import Broken
+from tests.support.protocol import invariants
+from tests.support.protocol.invariants import Broken
 from tests.support.protocol.simulation import World, mixed
 
 SHAPE = ModelShape(3, 4, 16, 16, 2, states=(StateShape("conv", (0, 2), 3, 4, 16),))

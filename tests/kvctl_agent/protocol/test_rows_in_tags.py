@@ -11,7 +11,8 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag, with_row
-from tests.support.protocol.oracle import Broken, Write
+from tests.support.protocol.invariants import Broken
+from tests.support.protocol.oracle import Write
 from tests.support.protocol.simulation import AUX_ROW_BYTES, Item, World, direct, staged
 
 ROW = bytes(range(AUX_ROW_BYTES))

@@ -1,9 +1,8 @@
 """Observes every write of a simulated world and raises an error at the first step that the protocol must not take.
 
-What each room's plan permits is checked by `kvctl.lab.replay.invariants`, as in a replay. This module adds what only a
-simulation knows: which writes are in flight, what the bytes of each ring hold, and what each engine has computed. The
-plan itself comes from `kvctl_agent.layout`, as that of the machines, so `check_plan` compares it with the shards of the
-ranks.
+`invariants` checks what each room's plan permits, `messages` what the ranks tell each other. This module adds which
+writes are in flight, what the bytes of each ring hold, and what each engine has computed. The plan itself comes from
+`kvctl_agent.layout`, as that of the machines, so `check_plan` compares it with the shards of the ranks.
 """
 
 from __future__ import annotations
@@ -15,20 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvctl.lab.replay.invariants import ExpectedRoom, ExpectedTransfer, RoomPlan
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, local_shards
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from tests.support.protocol.invariants import Broken, ExpectedRoom, ExpectedTransfer, RoomPlan
 
 UNIT = 256  # bytes; resolution at which the contents of rings are tracked
 PAGE_SIZE = 1
-
-
-class Broken(AssertionError):
-    """Error for a step that the protocol must not take."""
 
 
 @dataclass(frozen=True)
@@ -70,41 +65,6 @@ Cell = tuple[int, int, int, int]  # segment, layer, page (of a state: item), hea
 Value = tuple[int, int]  # page of the prompt (of a state: which item), head of the model
 
 
-@dataclass(slots=True, eq=False)
-class Expected(ExpectedRoom):
-    """A room at one decode rank.
-
-    Attributes:
-        reader: name of the decode rank.
-        opening: the call by which its engine opened the room.
-        instance: number of the prefill instance.
-    """
-
-    reader: str = ""
-    opening: Any = None
-    instance: int = 0
-    failure: Any = None
-
-    @property
-    def aux_written(self) -> bool:
-        """Whether the aux row has been written."""
-        return any(kind is PartKind.AUX for kind, _ in self.finals)
-
-    @property
-    def segments(self) -> set[int]:
-        """Segments of the model of which a part is in place."""
-        assert self.plan is not None or not self.covered
-        layers = [
-            PartKey(*place, layer, layer + 1)
-            for place, bits in self.covered.items()
-            for layer in range(bits.bit_length())
-            if bits >> layer & 1
-        ]
-        parts = [self.plan.find(PartKind.KV, key) for key in layers] if self.plan is not None else []
-        states = {key.chunk for kind, key in self.finals if kind is PartKind.STATE}
-        return states | {part.share.segment for part in parts if part is not None and part.share is not None}
-
-
 def place_of(name: str) -> Place:
     """Parses an agent's name: `prefill-<rank>` belongs to instance 0, `p<i>-prefill-<rank>` to instance i."""
     head, role, rank = name.rpartition("-")[0].rpartition("prefill")
@@ -126,7 +86,7 @@ class Oracle:
         self.decode = decode
         self.instances = instances
         self.chunk_pages = chunk_pages
-        self.rooms: dict[tuple[str, int, int], Expected] = {}  # by decode rank, room, nonce
+        self.rooms: dict[tuple[str, int, int], ExpectedRoom] = {}  # by decode rank, room, nonce
         self.sent: dict[tuple[str, int], RoomState] = {}  # last state reported to each prefill engine, by (agent, room)
         self.sent_failures: dict[tuple[str, int], Any] = {}
         self.prefixes: dict[tuple[str, int], int | None] = {}  # last prefix_tokens reported, likewise
@@ -176,9 +136,7 @@ class Oracle:
         """Records a call of an engine: a room that it opens, pages that it has computed, the end of its forwards."""
         if isinstance(event, ev.OpenRoom):
             instance = int(event.instance.rpartition("-")[2])
-            self.rooms[name, event.room, event.nonce] = Expected(
-                event.room, event.nonce, reader=name, opening=event, instance=instance
-            )
+            self.rooms[name, event.room, event.nonce] = ExpectedRoom(event.room, event.nonce, name, event, instance)
         elif isinstance(event, ev.Recall):
             mine = {entry for entry in self.computed if entry[:2] == (name, event.room)}
             self.taken_back |= {(name, event.room, page) for *_, page in mine}
@@ -193,7 +151,7 @@ class Oracle:
             places = [(layer, page) for layer in range(lo, hi) for page in event.pages.tolist()]
             self.computed.update((name, event.room, layer, page) for layer, page in places)
 
-    def plan_of(self, room: Expected) -> RoomPlan:
+    def plan_of(self, room: ExpectedRoom) -> RoomPlan:
         if room.plan is None:
             inputs, reader = self.inputs_of(room.instance), place_of(room.reader).rank
             room.plan = RoomPlan.of_call(inputs, room.opening, reader)
@@ -239,7 +197,7 @@ class Oracle:
         if not (prefill.early_send or last or (name, order.room) in self.finished):
             raise Broken(f"{name} orders {order.key} of room {order.room}, and was to wait for the end of its forward")
 
-    def _check_sources(self, write: Write, room: Expected) -> None:
+    def _check_sources(self, write: Write, room: ExpectedRoom) -> None:
         """Checks that a part is read from the pages of the prompt, or the items, that go to its destination."""
         order = write.order
         planned = self.plan_of(room).find(order.kind, order.key)
@@ -312,7 +270,7 @@ class Oracle:
             self._store(room, order)
         return True
 
-    def target(self, write: Write) -> Expected | None:
+    def target(self, write: Write) -> ExpectedRoom | None:
         """Returns the room at the reader for which a write is meant; None if the reader's process has ended."""
         if Tag.unpack(write.order.tag).incarnation != self.life(write.order.peer):
             return None
@@ -335,7 +293,7 @@ class Oracle:
             raise Broken(f"{action.key} of room {action.room} is scattered into the pages of another part")
         self._store(room, write.order)
 
-    def _store(self, room: Expected, order: ev.Transfer) -> None:
+    def _store(self, room: ExpectedRoom, order: ev.Transfer) -> None:
         if not room.cover(order.kind, order.key):
             raise Broken(f"{order.kind.name} {order.key} of room {room.room} is written twice")
 
@@ -379,7 +337,7 @@ class Oracle:
             if self.target(write) is room:
                 raise Broken(f"{name} releases room {number} while {write.order.key} is in flight")
 
-    def _latest(self, name: str, number: int) -> Expected:
+    def _latest(self, name: str, number: int) -> ExpectedRoom:
         """Returns the latest room with this number at one decode rank."""
         return [room for room in self.rooms.values() if room.reader == name and room.room == number][-1]
 

@@ -28,9 +28,11 @@ from kvctl_agent.protocol.prefill import PrefillMachine
 from kvctl_agent.protocol.tag import Tag
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.protocol.forwards import forwards
-from tests.support.protocol.oracle import PAGE_SIZE, UNIT, Broken, Expected, Instance, Oracle, Write, place_of
+from tests.support.protocol.invariants import Broken, ExpectedRoom
+from tests.support.protocol.messages import MessageChecks
+from tests.support.protocol.oracle import PAGE_SIZE, UNIT, Instance, Oracle, Write, place_of
 
-__all__ = ["AUX_ROW_BYTES", "UNIT", "Broken", "Instance", "World", "Write"]
+__all__ = ["AUX_ROW_BYTES", "UNIT", "Instance", "World", "Write"]
 
 AUX_ROW_BYTES = 8
 
@@ -141,6 +143,7 @@ class World(Oracle):  # type: ignore[misc]
         self.ended: list[tuple[str, int]] = []  # name and incarnation
         self.lives = 0
         self.recalls: dict[tuple[str, int], int] = {}  # serial of the last recall that has ended, by (agent, room)
+        self.messages = MessageChecks(timing)
         self.prompts: dict[tuple[str, int], tuple[int, Sequence[int]]] = {}  # pages and items given to `send`, likewise
         self.counts: Counter[str] = Counter()
         for number in range(len(self.instances)):
@@ -202,17 +205,12 @@ class World(Oracle):  # type: ignore[misc]
                     self.feed(name, ev.RosterKnown(registry(number), self.names_of(number)))
 
     def _machine(self, local: LocalInfo) -> Any:
-        """Creates the machine of a starting rank; subclasses wrap or replace it."""
-        return self._build(local)
-
-    def _build(
-        self, local: LocalInfo, state: Any = None, asked: Callable[[Any], Any] = lambda choose: choose
-    ) -> Machine:
+        """Creates the machine of a starting rank; subclasses replace it."""
         told = self.make_telemetry(local.name, "prefill" if local.role == "prefill" else "decode")
         if local.role == "prefill":
             early_send = self.instances[place_of(local.name).instance].early_send
-            return PrefillMachine(local, self.timing, told, asked(self.choose), asked(direct), early_send, state)
-        return DecodeMachine(local, self.timing, told, state)
+            return PrefillMachine(local, self.timing, told, self.choose, direct, early_send)
+        return DecodeMachine(local, self.timing, told)
 
     def p(self, rank: int = 0, instance: int = 0) -> PrefillMachine:
         machine = self.machines[self.names_of(instance)[rank]]
@@ -267,7 +265,7 @@ class World(Oracle):  # type: ignore[misc]
         states: Sequence[int] = (),
         prefill_only: bool = False,
         refusal: str = "",
-    ) -> Expected:
+    ) -> ExpectedRoom:
         """Lets the decode engine open a room of `pages` pages, and returns the oracle's expectation of it.
 
         Args:
@@ -369,6 +367,8 @@ class World(Oracle):  # type: ignore[misc]
         if machine is None:
             return
         self.called(name, event)
+        if isinstance(event, ev.Received):
+            self.messages.received(name, event, self.now_ns)
         for action in machine.handle(event, self.now_ns):
             self._act(name, action)
 
@@ -410,6 +410,7 @@ class World(Oracle):  # type: ignore[misc]
     def _act(self, name: str, action: ev.Action) -> None:
         if isinstance(action, ev.Send):
             self.counts[type(action.message).__name__] += 1
+            self.messages.sent(self.machines[name], action, self.flying)
             frame = codec.encode(self.machines[name].local.incarnation, [action.message])
             self.pool.append(Item("message", action.peer, name, frame))
         elif isinstance(action, ev.ConnectPeer):
@@ -421,14 +422,15 @@ class World(Oracle):  # type: ignore[misc]
                 self.pool.append(Item("event", name, name, found))
         elif isinstance(action, ev.Transfer):
             self.ordered(name, action)
-            if not self.machines[name].peers[action.peer].may_post(self.now_ns):
-                raise Broken(f"{name} orders {action.key} to {action.peer}, which it has not heard of lately")
+            self.messages.ordered(name, action, self.now_ns)
             write = Write(name, self.machines[name].local.incarnation, action)
             self.pool.append(Item("begin", name, name, write))
         elif isinstance(action, ev.Scatter):
             self.pool.append(Item("scatter", name, name, action))
         elif isinstance(action, ev.StateChanged):
             self.changed(name, action)
+            if action.state is RoomState.SUCCESS and place_of(name).role == "decode":
+                self.messages.succeeded(name, self._latest(name, action.room))
         elif isinstance(action, ev.Released):
             self.released(name, action.room)
         elif isinstance(action, ev.Recalled):

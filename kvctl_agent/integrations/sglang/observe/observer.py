@@ -34,7 +34,6 @@ _REFUSED = {
     "resume": "admission: put the server back into the router",
     "probe": "the connections of its transfer engine",
     "set": "its configuration: set it in the server's environment and restart it",
-    "inputs": "the transfer protocol, which records no inputs",
 }
 """Why an action is refused: what SGLang owns."""
 

@@ -36,7 +36,6 @@ _REFUSED = {
     "resume": "admission: put the server back into the proxy",
     "probe": "the connections of its transfer engine",
     "set": "its configuration: set it in --kv-transfer-config and restart it",
-    "inputs": "the transfer protocol, which records no inputs",
 }
 """Why an action is refused: what vLLM owns."""
 

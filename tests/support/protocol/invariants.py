@@ -1,16 +1,13 @@
-"""Invariants of the protocol: their names, and what the plan of a room lets each of its ranks do.
+"""What the plan of a room lets each of its ranks do.
 
-The plan is computed from the plan inputs and from the calls and messages that open a room, never read from a machine.
-Replays and the simulated worlds of the tests check the same objects. A replay knows the inputs and actions of one rank,
-so it adds what a rank's messages prove (`decode_invariants`, `prefill_invariants`); a simulation knows all ranks, and
-adds which writes are in flight.
+The plan is computed from the plan inputs and from the calls that open a room, never read from a machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +15,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import layer_range
 from kvctl_agent.errors import RemoteProtocolError
 from kvctl_agent.layout.chunks import Chunk
-from kvctl_agent.layout.page_indices import single, unpacked
+from kvctl_agent.layout.page_indices import single
 from kvctl_agent.layout.plan import (
     TransferSlice,
     aux_writer,
@@ -28,47 +25,14 @@ from kvctl_agent.layout.plan import (
 )
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.rooms import TablePages, mask
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-
-INVARIANTS: dict[str, str] = {
-    "exception": "a machine raises nothing but LocalProtocolError, whatever its input",
-    "two-owners": "no byte of the ring that may be written has two live owners",
-    "serial-reused": "a serial identifies one grant and is never used again",
-    "bad-grant": "a grant lies within the ring and belongs to an open room",
-    "watermark-back": "the watermark never moves back",
-    "gated-by-nobody": "a grant from an empty ring may be written at once",
-    "scatter": "a part is scattered once, to its own pages, and only after its bytes landed in its granted region",
-    "success-with-a-gap": "Success only when every planned byte is in its pages and its prefill ranks have accepted",
-    "state-after-end": "a finished room never changes its state",
-    "released-early": "pages are released once, and only when nothing can write or read them any more",
-    "left-behind": "no state of a room remains once every rank has finished with it",
-    "transfer-unasked": "a part is sent only to a decode rank that opened the room, and only as planned",
-    "transfer-after-end": "no part is sent after its room has failed, was released, or was reported as drained",
-    "transfer-ungranted": "a staged part is sent only into a region that is granted and not revoked",
-    "transfer-gated": "a staged part is sent only when the watermark has passed its region",
-    "transfer-without-lease": "a part is sent only to a peer that was heard from recently",
-    "transfer-twice": "a part is sent once",
-    "drained-in-flight": "drained and revoked are reported only when nothing of the room or region is in flight",
-}
 
 PartId = tuple[PartKind, PartKey]
 
 
-class Violation(AssertionError):
-    """Raised when an invariant does not hold.
-
-    Attributes:
-        invariant: a key of `INVARIANTS`.
-        room: number of the room that the violation concerns; None if there is none.
-    """
-
-    def __init__(self, invariant: str, text: str, room: int | None = None) -> None:
-        assert invariant in INVARIANTS
-        super().__init__(text)
-        self.invariant = invariant
-        self.room = room
+class Broken(AssertionError):
+    """Error for a step that the protocol must not take."""
 
 
 class PlannedPart(NamedTuple):
@@ -143,18 +107,6 @@ class RoomPlan:
         rest = call.aux_index, call.states
         return cls(inputs, call.room, reader, tables, *rest, prefill_only=call.prefill_only)
 
-    @classmethod
-    def of_message(cls, inputs: PlanInputs, message: msg.RoomOpen, reader: int) -> RoomPlan:
-        """Returns the plan of a room that a decode rank opens at a prefill rank."""
-        span = message.prefix_pages, message.total_pages
-        tables = [TablePages(unpacked(message.pages), inputs.decode_split, *span)]
-        for place, group in enumerate(inputs.shape.groups):
-            pages = unpacked(message.groups[place] if place < len(message.groups) else b"")
-            total = -(-message.tokens // group.page_size)
-            tables.append(TablePages(pages, 1, total - len(pages), total))
-        states = list(map(unpacked, message.states))
-        return cls(inputs, message.room, reader, tables, message.aux_index, states, prefill_only=message.prefill_only)
-
     def find(self, kind: PartKind, key: PartKey) -> PlannedPart | None:
         """Returns the planned part with this key; None if there is none."""
         if kind is not PartKind.KV:
@@ -176,6 +128,9 @@ class ExpectedRoom:
     """A room at one decode rank under one nonce: which of its parts are in place, and how it has ended.
 
     Attributes:
+        reader: name of the decode rank.
+        opening: the call by which its engine opened the room.
+        instance: number of the prefill instance.
         plan: None before the room is planned.
         covered: layers that are in their pages, as `RoomPlan.layers`.
         finals: final parts that have arrived.
@@ -184,11 +139,34 @@ class ExpectedRoom:
 
     room: int
     nonce: int
+    reader: str
+    opening: ev.OpenRoom
+    instance: int = 0
     plan: RoomPlan | None = None
     state: RoomState = RoomState.BOOTSTRAPPING
     covered: dict[tuple[int, int], int] = field(default_factory=dict)
     finals: set[PartId] = field(default_factory=set)
     released: bool = False
+    failure: Any = None
+
+    @property
+    def aux_written(self) -> bool:
+        """Whether the aux row has been written."""
+        return any(kind is PartKind.AUX for kind, _ in self.finals)
+
+    @property
+    def segments(self) -> set[int]:
+        """Segments of the model of which a part is in place."""
+        assert self.plan is not None or not self.covered
+        layers = [
+            PartKey(*place, layer, layer + 1)
+            for place, bits in self.covered.items()
+            for layer in range(bits.bit_length())
+            if bits >> layer & 1
+        ]
+        parts = [self.plan.find(PartKind.KV, key) for key in layers] if self.plan is not None else []
+        states = {key.chunk for kind, key in self.finals if kind is PartKind.STATE}
+        return states | {part.share.segment for part in parts if part is not None and part.share is not None}
 
     def cover(self, kind: PartKind, key: PartKey) -> bool:
         """Records that a part is in its pages; returns False if some of it was there before."""
@@ -217,25 +195,25 @@ class ExpectedRoom:
         """Checks and records the state that the engine is told.
 
         Raises:
-            Violation: the room has ended, or succeeds with a gap.
+            Broken: the room has ended, or succeeds with a gap.
         """
         if self.state.finished:
             text = f"room {self.room} has finished as {self.state.label} and becomes {state.label}"
-            raise Violation("state-after-end", text, self.room)
+            raise Broken(text)
         if state is RoomState.SUCCESS and (gap := self.gap()):
-            raise Violation("success-with-a-gap", f"room {self.room} succeeds, but {gap}", self.room)
+            raise Broken(f"room {self.room} succeeds, but {gap}")
         self.state = state
 
     def release(self) -> None:
         """Checks and records that the engine gets its pages back.
 
         Raises:
-            Violation: it has them already, or the room has not ended.
+            Broken: it has them already, or the room has not ended.
         """
         if self.released:
-            raise Violation("released-early", f"room {self.room} is released twice", self.room)
+            raise Broken(f"room {self.room} is released twice")
         if not self.state.finished:
-            raise Violation("released-early", f"room {self.room} is released before it has finished", self.room)
+            raise Broken(f"room {self.room} is released before it has finished")
         self.released = True
 
 
@@ -260,41 +238,40 @@ class ExpectedTransfer:
             finished: the engine has finished the room.
 
         Raises:
-            Violation: the part is not the planned one, was sent before, or is a final part that is sent too early.
+            Broken: the part is not the planned one, was sent before, or is a final part that is sent too early.
         """
 
-        def violation(invariant: str, text: str) -> Violation:
-            name = f"{order.kind.name} {order.key} of room {order.room} to {order.peer}"
-            return Violation(invariant, f"{name} {text}", order.room)
+        def broken(text: str) -> Broken:
+            return Broken(f"{order.kind.name} {order.key} of room {order.room} to {order.peer} {text}")
 
         try:
             tag = Tag.unpack(order.tag)
         except RemoteProtocolError as error:
-            raise violation("transfer-unasked", f"is sent without a valid tag: {error}") from None
+            raise broken(f"is sent without a valid tag: {error}") from None
         expected = order.kind, order.room, order.nonce, order.grant.serial if order.grant else 0, order.key
         if (tag.kind, tag.room, tag.nonce, tag.serial, tag.key) != expected:
-            raise violation("transfer-unasked", f"is sent with the tag of another part: {tag}")
+            raise broken(f"is sent with the tag of another part: {tag}")
         if len(order.src_pages) != len(order.dst_pages):
-            raise violation("transfer-unasked", f"puts {len(order.src_pages)} pages into {len(order.dst_pages)}")
+            raise broken(f"puts {len(order.src_pages)} pages into {len(order.dst_pages)}")
         if plan is not None:
             planned = plan.find(order.kind, order.key)
             if planned is None or order.key.writer != writer or planned.share != order.share:
-                raise violation("transfer-unasked", f"is sent as {order.share}, which is not planned")
+                raise broken(f"is sent as {order.share}, which is not planned")
             if not np.array_equal(planned.pages, order.dst_pages):
-                raise violation("transfer-unasked", "is sent to the pages of another part")
+                raise broken("is sent to the pages of another part")
         chunk, layers = order.key.chunk, mask(order.key.lo, order.key.hi)
         if order.kind is PartKind.KV:
             before = self.sent.get(chunk, 0)
             if before & layers:
-                raise violation("transfer-twice", "is sent although some of its layers were sent before")
+                raise broken("is sent although some of its layers were sent before")
             self.sent[chunk] = before | layers
             return
         if (order.kind, order.key) in self.finals:
-            raise violation("transfer-twice", "is sent twice")
+            raise broken("is sent twice")
         if not finished:
-            raise violation("transfer-unasked", "is sent before the engine has finished the room")
+            raise broken("is sent before the engine has finished the room")
         if plan is not None and self.sent != plan.owed(writer):
-            raise violation("transfer-unasked", "is sent before all KV parts")
+            raise broken("is sent before all KV parts")
         self.finals.add((order.kind, order.key))
 
     def undo(self, kind: PartKind, key: PartKey) -> None:

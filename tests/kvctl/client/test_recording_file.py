@@ -9,17 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.contract import recording as form
-from kvctl_agent.contract.recording import Frame, decompress, encode_frame, file_header, read_frames
-from kvctl_agent.errors import RecordingError, RecordingVersionError
+from kvctl.client import recording_file as form
+from kvctl.client.recording_file import (
+    Frame,
+    RecordingError,
+    RecordingVersionError,
+    decompress,
+    encode_frame,
+    file_header,
+    read_frames,
+)
 
-BODY = zlib.compress(b"inputs" * 100)
+BODY = zlib.compress(b"answers" * 100)
 WHOLE = b"".join(
     [
         file_header(),
         encode_frame(form.HEAD, {"version": "0.1.0"}),
         encode_frame(b"SNAP", {"later": True}, b"what this build does not know"),
-        encode_frame(form.BLOB, {"agent": 0}, BODY),
+        encode_frame(form.ANSWERS, {"agent": 0}, BODY),
         encode_frame(form.DONE, {"frames": 3}),
     ]
 )
@@ -30,9 +37,9 @@ def read(data: bytes) -> list[Frame]:
 
 
 def test_frames_come_back_and_unknown_ones_are_passed_on() -> None:
-    assert [found.kind for found in read(WHOLE)] == [form.HEAD, b"SNAP", form.BLOB]
-    assert read(WHOLE)[2] == Frame(form.BLOB, {"agent": 0}, BODY)
-    assert decompress(BODY) == b"inputs" * 100
+    assert [found.kind for found in read(WHOLE)] == [form.HEAD, b"SNAP", form.ANSWERS]
+    assert read(WHOLE)[2] == Frame(form.ANSWERS, {"agent": 0}, BODY)
+    assert decompress(BODY) == b"answers" * 100
 
 
 @pytest.mark.parametrize("end", range(0, len(WHOLE), 7))
@@ -66,8 +73,8 @@ def test_another_format_is_named() -> None:
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecordingError, match="claims"):
-        read(file_header() + form._FRAME.pack(form.BLOB, 2, form.MAX_BODY_BYTES + 1, 0) + b"{}")
-    monkeypatch.setattr(form, "MAX_UNPACKED_BYTES", 1000)
+        read(file_header() + form._FRAME.pack(form.ANSWERS, 2, form.MAX_BODY_BYTES + 1, 0) + b"{}")
+    monkeypatch.setattr(form, "MAX_ANSWERS_BYTES", 1000)
     with pytest.raises(RecordingError, match="exceeds the size limit"):
         decompress(zlib.compress(bytes(100_000)))
     with pytest.raises(RecordingError, match="damaged"):

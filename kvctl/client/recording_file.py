@@ -1,14 +1,12 @@
-"""File format of a fleet recording, and the types of the admin command `inputs` that supplies it.
+"""File format of a recording of a fleet.
 
 A file is `MAGIC`, the format version (4 bytes, little-endian), then frames up to `DONE`. A frame is its kind (4
 letters), three 32-bit words (object size, body size, CRC-32 of both), a JSON object and a body. Readers skip unknown
-kinds. Sizes and checksums are verified before a frame is used.
+kinds, such as those of earlier versions. Sizes and checksums are verified before a frame is used.
 
 | kind | object | body |
 | --- | --- | --- |
 | `HEAD` | time of the recording and version of kvctl | |
-| `AGNT` | number of an agent in this file, and its `InputHeader` | |
-| `BLOB` | that number, and the fields of an `InputBlob` except `data` | the data |
 | `MOMT` | one query of the whole fleet: its number, its time, version of the format | missing agents, as JSON |
 | `SEEN` | number of the query, and name of an agent | replies of this agent to the read-only commands, as JSON |
 | `DONE` | number of frames before this one | |
@@ -20,60 +18,28 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import IO, Any, NamedTuple, TypedDict
-
-from kvctl_agent.errors import RecordingError as RecordingError
-from kvctl_agent.errors import RecordingVersionError as RecordingVersionError
+from typing import IO, Any, NamedTuple
 
 MAGIC = b"KVCTLREC"
 FORMAT_VERSION = 1
-HEAD, AGENT, BLOB, DONE = b"HEAD", b"AGNT", b"BLOB", b"DONE"
+HEAD, DONE = b"HEAD", b"DONE"
 MOMENT, ANSWERS = b"MOMT", b"SEEN"
 MOMENT_VERSION = 2
 
 MAX_OBJECT_BYTES = 1 << 20
 MAX_BODY_BYTES = 64 << 20
-MAX_UNPACKED_BYTES = 512 << 20  # one body, decompressed
-MAX_ANSWERS_BYTES = 64 << 20  # the answers of one agent at one moment, decompressed
+MAX_ANSWERS_BYTES = 64 << 20  # one body, decompressed: the answers of one agent at one moment
 
 _FRAME = struct.Struct("<4sIII")
 _VERSION = struct.Struct("<I")
 
 
-class InputHeader(TypedDict):
-    """Identifies the agent that recorded the inputs, and the versions that a replay must match."""
-
-    name: str
-    role: str
-    incarnation: str
-    pid: int
-    version: str
-    protocol_version: int
-    plan_version: int
-    clock_offset_ns: int  # wall clock minus the clock of the inputs
-    taken: int  # inputs processed in this incarnation
-    missed: int  # inputs of these that were not recorded
-    fault: str  # why recording stopped; empty while it runs
+class RecordingError(Exception):
+    """Raised when a recording or a bundle is damaged, or is of another kind."""
 
 
-class InputBlob(TypedDict):
-    """Recorded data: a checkpoint of the state machine before input `first`, or `count` inputs from `first` on."""
-
-    number: int  # consecutive
-    kind: str  # checkpoint, inputs
-    first: int
-    count: int
-    data: str  # base64 of zlib
-
-
-class InputPage(TypedDict):
-    """Reply to `inputs`: one page of the recorded inputs of an agent's state machine."""
-
-    header: InputHeader
-    blobs: list[InputBlob]
-    next: int  # value of `since` for the next request
-    end: int  # value of `until` for the next request; nothing is left when `next` has reached it
-    dropped: int  # blobs from `since` on that are no longer stored
+class RecordingVersionError(RecordingError):
+    """Raised when a recording or a bundle has another version."""
 
 
 class Frame(NamedTuple):
@@ -135,18 +101,15 @@ def read_frames(file: IO[bytes]) -> Iterator[Frame]:
         count += 1
 
 
-def decompress(body: bytes, most: int | None = None) -> bytes:
+def decompress(body: bytes) -> bytes:
     """Decompresses the body of a frame.
 
-    Args:
-        most: maximum size of the result in bytes; None for `MAX_UNPACKED_BYTES`.
-
     Raises:
-        RecordingError: the body is not zlib data, or the result is larger than `most`.
+        RecordingError: the body is not zlib data, or the result is larger than `MAX_ANSWERS_BYTES`.
     """
     reader = zlib.decompressobj()
     try:
-        data = reader.decompress(body, MAX_UNPACKED_BYTES if most is None else most)
+        data = reader.decompress(body, MAX_ANSWERS_BYTES)
     except zlib.error as error:
         raise RecordingError(f"it is damaged: {error}") from None
     if not reader.eof:
