@@ -102,7 +102,7 @@ class Room:
 
 def mute(agent: Agent) -> None:
     """Makes an agent ignore all messages from now on, so that it answers nobody; its process lives."""
-    agent.parts.control._handle = lambda event, now_ns: []  # type: ignore[method-assign, assignment]
+    agent.parts.machine.handle = lambda event, now_ns: []  # type: ignore[method-assign]
 
 
 class Fleet:

@@ -164,7 +164,7 @@ def test_a_blocked_loop_is_noticed(fleet: Any, monkeypatch: pytest.MonkeyPatch) 
         goes_on.wait(60)
         return []
 
-    monkeypatch.setattr(decode.parts.control, "_handle", stuck)
+    monkeypatch.setattr(decode.parts.machine, "handle", stuck)
     try:
         until(lambda: get(decode, "livez")[0] == 503, "livez fails")
     finally:
