@@ -14,7 +14,6 @@ from kvctl.client import recorder
 from kvctl.client import recording_file as form
 from kvctl.client.recordings import RecordingSource
 from kvctl.commands.settings import OUTPUTS
-from kvctl_agent.contract.admin import ErrorCode
 from tests.support.answers import refusal
 
 ROOM = "18446744073709551615"
