@@ -13,7 +13,7 @@ from kvctl.client.bundles import checked, is_bundle
 from kvctl.client.faults import exit_code, lines
 from kvctl.client.recording_file import RecordingError
 from kvctl.client.recordings import file_errors
-from kvctl.commands.debug_bundle import HOST, HOST_TEXT, TEXTS, BundleResult, write_bundle
+from kvctl.commands.debug_bundle import BundleResult, write_bundle
 from kvctl.commands.options import KvctlGroup
 from kvctl.commands.output import Output
 from kvctl.commands.queries import live
@@ -45,14 +45,12 @@ def debug() -> None:
     short_help="Save everything about the fleet in one file.",
     examples=[
         ("A bundle for a report", "kvctl debug bundle incident.tar.zst --redact"),
-        ("The files that it would hold", "kvctl debug bundle --list"),
         ("Redact a bundle that exists", "kvctl debug bundle --from incident.tar.zst --redact public.tar.zst"),
     ],
 )
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--redact", is_flag=True, help="Replace names of hosts and users, addresses, paths and keys.")
-@click.option("--list", "listed", is_flag=True, help="Only list the files that it would hold.")
-def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) -> None:
+def bundle(settings: Settings, file: Path, redact: bool) -> None:
     """Save to FILE (.tar.zst) the output of every reading command, stacks, metrics, health and host facts.
 
     Agents that hang or refuse are named in it and do not delay it. Ctrl-C leaves a valid file with the data collected
@@ -64,18 +62,6 @@ def bundle(settings: Settings, file: Path | None, redact: bool, listed: bool) ->
     """
     output = Output(settings)
     output.selection(BUNDLE)
-    if listed:
-        rows = [
-            {"file": "recording.kvrec", "what": "snapshots of the fleet, for --from"},
-            *({"file": text.name, "what": f"{text.what}: kvctl {' '.join(text.args)}"} for text in TEXTS),
-            {"file": HOST_TEXT.name, "what": f"{HOST_TEXT.what}: kvctl {' '.join(HOST_TEXT.args)}"},
-            {"file": HOST, "what": "the same machine in numbers"},
-            {"file": "manifest.json", "what": "versions, checksums, what failed"},
-        ]
-        output.emit(Report(BUNDLE, rows, answered=1))
-        return
-    if file is None:
-        raise click.UsageError("FILE is missing: kvctl debug bundle FILE.tar.zst")
     try:
         with atomic_file(file) as opened:
             directory = file.resolve().parent

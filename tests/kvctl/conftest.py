@@ -25,6 +25,7 @@ from tests.support.admin_server import AdminServer
 from tests.support.answers import MS, NOW, S, gated_part, refusal
 from tests.support.answers import NONCE as NONCE
 from tests.support.answers import role as role_of
+from tests.support.terminal import Terminal
 
 ROOM = "18446744073709551615"
 _OF_TERMINALS = {"NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR"}
@@ -666,6 +667,13 @@ def kvctl(capsys: pytest.CaptureFixture[str]) -> Kvctl:
         return Outcome(int(code), captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def on_terminal() -> Iterator[Callable[..., Terminal]]:
+    """`on_terminal("rooms", "-w", size=(80, 24))`: start `kvctl` on a pseudo-terminal."""
+    with ExitStack() as opened:
+        yield lambda *args, **more: opened.enter_context(Terminal(sys.executable, "-m", "kvctl", *args, **more))
 
 
 @pytest.fixture

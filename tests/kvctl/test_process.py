@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
-import select
 import signal
 import statistics
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,42 +41,6 @@ def imported(*args: str) -> set[str]:
     status, modules = json.loads(done.stderr.splitlines()[-1])
     assert status == 0
     return set(modules)
-
-
-def on_terminal(
-    *args: str, seconds: float = 100, until: str = "", times: int = 1, width: int = 100, **environment: str
-) -> str:
-    """Returns the output of `kvctl` on a terminal; interrupts it when `until` was printed that many `times`."""
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    kept = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "TERM", "COLUMNS"}}
-    process = subprocess.Popen(
-        [*KVCTL, *args],
-        stdin=follower,
-        stdout=follower,
-        stderr=subprocess.DEVNULL,
-        env={**kept, "TERM": "xterm-256color", **environment},
-    )
-    os.close(follower)
-    seen = b""
-    deadline = time.monotonic() + seconds
-    try:
-        while time.monotonic() < deadline:
-            if not select.select([leader], [], [], 0.05)[0]:
-                continue
-            try:
-                seen += os.read(leader, 65536)
-            except OSError:  # the other end was closed
-                break
-            if until and seen.count(until.encode()) >= times:
-                process.send_signal(signal.SIGINT)
-                until = ""
-        process.wait(60)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(leader)
-    return seen.decode().replace("\r\n", "\n")
 
 
 def test_help_and_status_import_nothing_heavy(fleet: Any) -> None:
@@ -119,15 +78,6 @@ def test_kvctl_alone_prints_its_help() -> None:
     assert done.returncode == 0
     assert "rooms" in done.stdout
     assert done.stderr == ""
-
-
-def test_help_of_every_command_says_where_the_global_options_are() -> None:
-    from kvctl.commands.registry import COMMANDS
-
-    for name in COMMANDS.keys() - {"bench"}:
-        done = run(name, "--help")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.endswith(": kvctl help options\n")
 
 
 def test_a_reader_that_leaves_is_met_quietly(fleet: Any) -> None:
@@ -171,29 +121,30 @@ def test_interrupting_exits_130_and_keeps_what_was_printed(fleet: Any) -> None:
     assert first.split()[1] == "4"
 
 
-def test_a_terminal_gets_a_coloured_table_of_its_width(fleet: Any) -> None:
+def text(terminal: Any) -> str:
+    """Returns the output of a process on a terminal at its end."""
+    assert terminal.rest() == 0
+    return str(terminal.seen).replace("\r\n", "\n")
+
+
+def test_a_terminal_gets_a_coloured_table_of_its_width(fleet: Any, on_terminal: Any) -> None:
     for width in (80, 120):
-        text = on_terminal("status", width=width)
-        assert "\x1b[1m" in text
-        assert "AGENT" in text
+        shown = text(on_terminal("status", size=(width, 24)))
+        assert "\x1b[1m" in shown
+        assert "AGENT" in shown
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_colour_can_be_declined(environment: dict[str, str], fleet: Any) -> None:
-    text = on_terminal("rooms", **environment)
-    assert "\x1b" not in text
-    assert "WaitingForInput" in text
-    assert all(len(line) <= 100 for line in text.splitlines()[:-1])
+def test_colour_can_be_declined(environment: dict[str, str], fleet: Any, on_terminal: Any) -> None:
+    shown = text(on_terminal("rooms", environment=environment))
+    assert "\x1b" not in shown
+    assert "WaitingForInput" in shown
+    assert all(len(line) <= 100 for line in shown.splitlines()[:-1])
 
 
-def test_colour_can_be_demanded(fleet: Any) -> None:
+def test_colour_can_be_demanded(fleet: Any, on_terminal: Any) -> None:
     assert "\x1b[" in run("rooms", "-o", "table", "--color", "always").stdout
-    assert "\x1b[" not in on_terminal("rooms", "--color", "never")
-
-
-def test_watching_redraws_on_a_terminal(fleet: Any) -> None:
-    text = on_terminal("rooms", "-w", "0.05", until="\x1b[H")
-    assert "kvctl rooms ls · every 0.05 s" in text
+    assert "\x1b[" not in text(on_terminal("rooms", "--color", "never"))
 
 
 def test_a_rank_imports_nothing_from_the_current_directory(tmp_path: Path) -> None:
@@ -203,9 +154,11 @@ def test_a_rank_imports_nothing_from_the_current_directory(tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_watching_status_on_a_terminal_repeats_its_header_every_20_lines(fleet: Any) -> None:
-    text = on_terminal("status", "-w", "0.01", "--color", "never", until="TIME", times=2)
-    lines = text.splitlines()
+def test_watching_status_on_a_terminal_repeats_its_header_every_20_lines(fleet: Any, on_terminal: Any) -> None:
+    watched = on_terminal("status", "-w", "0.01", "--color", "never")
+    watched.until("TIME", times=2)
+    assert watched.end(signal.SIGINT) == 130
+    lines = watched.seen.splitlines()
     heads = [number for number, line in enumerate(lines) if line.lstrip().startswith("TIME")]
     assert heads[:2] == [0, 21]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
-import select
 import shutil
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import pytest
 
 from kvctl.commands import completion
 from kvctl.commands.completion import SCRIPTS, VARIABLE
+from tests.support.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60
@@ -141,54 +140,22 @@ def test_nothing_heavy_is_imported_for_the_name_of_a_command() -> None:
     assert done.stdout.splitlines()[1:] == [""]
 
 
-class Typed:
-    """A shell on a pseudo terminal; a context manager."""
+class Typed(Terminal):
+    """A shell on a pseudo-terminal."""
 
     def __init__(self, *command: str, **environment: str) -> None:
-        self._leader, follower = pty.openpty()
-        self._process = subprocess.Popen(
-            command,
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            env={**os.environ, "TERM": "dumb", "COLUMNS": "400", "HISTFILE": "/dev/null", **environment},
-            start_new_session=True,
-        )
-        os.close(follower)
-        self.seen = ""
-
-    def __enter__(self) -> Typed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._leader)
-
-    def type(self, keys: str) -> None:
-        os.write(self._leader, keys.encode())
+        plain = {"TERM": "dumb", "HISTFILE": "/dev/null", "PS1": "> "}
+        super().__init__(*command, size=(400, 24), environment={**plain, **environment}, start_new_session=True)
 
     def completes(self, typed: str, shown: str) -> None:
         """Types the text, and TAB until the line ends in `shown`; on a busy machine agents may miss the first TAB."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            self.type(f"\x15{typed}\t")
-            if self.wait_for(shown, 10, must=False):
+            self.press(f"\x15{typed}\t")
+            if self.passes(shown, 10):
                 break
             assert time.monotonic() < deadline, f"{typed!r} does not become {shown!r}: {self.seen!r}"
-        self.type("\x15")
-
-    def wait_for(self, text: str, seconds: float = PATIENCE_S, must: bool = True) -> bool:
-        """Reads until the terminal shows `text` after the previous match."""
-        deadline = time.monotonic() + seconds
-        while text not in self.seen:
-            if time.monotonic() > deadline:
-                assert not must, f"no {text!r} in {self.seen!r}"
-                return False
-            if select.select([self._leader], [], [], 0.1)[0]:
-                self.seen += os.read(self._leader, 65536).decode(errors="replace")
-        self.seen = self.seen.partition(text)[2]
-        return True
+        self.press("\x15")
 
 
 @pytest.fixture
@@ -209,9 +176,9 @@ def shell(name: str) -> str:
 
 
 def test_bash(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
-    with Typed(shell("bash"), "--norc", "--noprofile", "-i", PATH=path_with_kvctl, PS1="> ") as bash:
-        bash.type("source <(kvctl completion bash); echo rea''dy\n")
-        bash.wait_for("ready\r\n")
+    with Typed(shell("bash"), "--norc", "--noprofile", "-i", PATH=path_with_kvctl) as bash:
+        bash.press("source <(kvctl completion bash); echo rea''dy\n")
+        assert bash.passes("ready\r\n")
         bash.completes("kvctl vers", "version ")
         bash.completes("kvctl rooms show 18", f"{canned.ROOM} ")
         bash.completes("kvctl rooms --columns=room,state_", "room,state_age ")
@@ -220,9 +187,9 @@ def test_bash(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
 
 def test_zsh(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
     """zsh prints only the text that it adds."""
-    with Typed(shell("zsh"), "-f", "-i", PATH=path_with_kvctl, PS1="> ") as zsh:
-        zsh.type(f"fpath=({ROOT / 'completions'} $fpath); autoload -U compinit; compinit -u -D; echo rea''dy\n")
-        zsh.wait_for("ready\r\n")
+    with Typed(shell("zsh"), "-f", "-i", PATH=path_with_kvctl) as zsh:
+        zsh.press(f"fpath=({ROOT / 'completions'} $fpath); autoload -U compinit; compinit -u -D; echo rea''dy\n")
+        assert zsh.passes("ready\r\n")
         zsh.completes("kvctl vers", "version ")
         zsh.completes("kvctl rooms show 18", canned.ROOM)
         zsh.completes("kvctl rooms --columns=room,state_", "room,state_age")

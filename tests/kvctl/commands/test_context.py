@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvctl.commands import context_file
-from kvctl.errors import CliError
 
 OWN = """# mine, and I like it so
 output = "wide"   # because
@@ -217,12 +216,6 @@ def test_whatever_is_changed_the_rest_is_untouched(changes: list[Any], start: st
     assert left.pop("contexts", {}) == contexts
     assert left == expected
     assert [each.name for each in tmp_path.iterdir()] == ["config.toml"]
-
-
-def test_errors_of_the_file_system_are_one_line(tmp_path: Path) -> None:
-    (tmp_path / "d").write_text("")
-    with pytest.raises(CliError, match="cannot"):
-        context_file.put(tmp_path / "d" / "config.toml", "a", {})
 
 
 def test_sources_are_saved_as_urls_and_asked_whenever_the_context_is_used(

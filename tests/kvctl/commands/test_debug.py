@@ -97,17 +97,6 @@ def test_show_lists_it_and_finds_what_was_changed(fleet: Any, kvctl: Any, tmp_pa
     assert kvctl("debug", "show", str(path)).code == 1
 
 
-def test_list_says_what_would_be_in_it_and_asks_nobody(kvctl: Any) -> None:
-    outcome = kvctl("debug", "bundle", "--list", "unused.tar.zst", "--columns", "file")
-    assert outcome.code == 0
-    files = outcome.out.split()
-    assert {RECORDING, "stacks.txt", "health.json", "metrics.prom", "host.json", "manifest.json"} <= set(files)
-    assert not Path("unused.tar.zst").exists()
-    missing = kvctl("debug", "bundle")
-    assert missing.code == 2
-    assert "FILE is missing" in missing.err
-
-
 SECRETS = ("node7.rack", "lovelace", "/homes/lovelace", "10.9.8.7", "gpu-b12", "/srv/models", KEY, "fd00::7")
 
 

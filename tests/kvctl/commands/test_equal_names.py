@@ -197,18 +197,3 @@ def test_health_names_the_pair_of_hosts_whose_clocks_differ(hosts: Hosts, kvctl:
     (finding,) = rows(kvctl("health", "--filter", "code=KV_CLOCK_SKEW", "-o", "json"))
     assert finding["subject"] in {"n1 ↔ n2", "n2 ↔ n1"}
     assert abs(abs(finding["evidence"]["offset_ns"]) - AHEAD_NS["n2"]) <= finding["evidence"]["error_ns"]
-
-
-def test_the_agents_of_the_context_are_completed(hosts: Hosts, kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_KVCTL_COMPLETE", "bash")
-
-    def completed(line: str) -> list[str]:
-        """Returns the completions, once the agents answer within the time for a completion."""
-        monkeypatch.setenv("_KVCTL_LINE", line)
-        deadline = time.monotonic() + 60
-        while not (found := [item.split("\t")[1] for item in kvctl().out.splitlines()]):
-            assert time.monotonic() < deadline, f"no completion of {line!r}"
-        return found
-
-    assert set(completed("kvctl drain ")) <= set(BOTH)
-    assert set(completed("kvctl status -e prefill-0@")) <= {"prefill-0@n1", "prefill-0@n2"}

@@ -166,11 +166,6 @@ class TestAsking:
 class TestMistakes:
     ADDRESS = "tcp://127.0.0.1:9"
 
-    def test_no_key_of_ours(self, kvctl: Any) -> None:
-        outcome = kvctl("-e", self.ADDRESS, "status")
-        assert outcome.code == ExitCode.USAGE
-        assert "create one with `kvctl key new`" in outcome.err
-
     def test_no_server_key(self, kvctl: Any) -> None:
         kvctl("key", "new")
         outcome = kvctl("-e", self.ADDRESS, "status")
@@ -182,13 +177,6 @@ class TestMistakes:
         outcome = kvctl("-e", self.ADDRESS, "--server-key", "abc", "status")
         assert outcome.code == ExitCode.USAGE
         assert "'abc' is neither a public key (64 hexadecimal digits)" in outcome.err
-
-    def test_a_secret_that_others_can_read(self, home: Path, kvctl: Any) -> None:
-        kvctl("key", "new")
-        (home / "default.key").chmod(0o644)
-        outcome = kvctl("-e", self.ADDRESS, "--server-key", "a" * 64, "status")
-        assert outcome.code == ExitCode.USAGE
-        assert "chmod 600" in outcome.err
 
     @pytest.mark.parametrize("address", ["tcp://x", "tcp://:7", "tcp://x:*", "tcp://x:0", "tcp://x:70000", "udp://x:1"])
     def test_what_is_no_address(self, kvctl: Any, address: str) -> None:

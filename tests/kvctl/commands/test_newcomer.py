@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -52,31 +51,11 @@ def need(program: str) -> None:
         pytest.skip(f"{program} is not installed")
 
 
-def test_kvctl_alone_shows_what_there_is(shell: Shell) -> None:
-    done = shell("kvctl")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "status" in done.stdout
-    assert "demo" in done.stdout
-
-
 def test_the_help_lists_every_command_once(shell: Shell) -> None:
     listed = [name for names in SECTIONS.values() for name in names]
     assert sorted(listed) == sorted(COMMANDS_BY_NAME)
     shown = re.findall(r"^  (\w+)  +\S", shell("kvctl --help").stdout, re.MULTILINE)
     assert shown == listed
-
-
-def test_status_without_agents_says_how_to_start_some(shell: Shell) -> None:
-    done = shell("timeout 30 kvctl status")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert "Start some here: kvctl demo" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_slip_of_the_finger_gets_a_suggestion(shell: Shell) -> None:
-    done = shell("kvctl stauts")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "did you mean 'kvctl status'?" in done.stderr
 
 
 def test_json_goes_to_jq_and_tables_to_grep(shell: Shell, fleet: Any, canned: Any) -> None:
@@ -91,15 +70,6 @@ def test_json_goes_to_jq_and_tables_to_grep(shell: Shell, fleet: Any, canned: An
         "kvctl rooms -o tsv | cut -f 4 | tail -n +2 | sort -u",
     ):
         assert shell(line).stdout.split() == ["Transferring", "WaitingForInput"]
-
-
-def test_no_colour_without_being_asked_for_it(shell: Shell, fleet: Any) -> None:
-    assert "\x1b" not in shell("kvctl status -o table").stdout
-    assert "\x1b" in shell("kvctl status -o table --color always").stdout
-    need("script")
-    line = "script -qec 'kvctl rooms' /dev/null"
-    assert "\x1b[" in shell(line, TERM="xterm-256color").stdout
-    assert "\x1b" not in shell(line, TERM="xterm-256color", NO_COLOR="1").stdout
 
 
 def test_from_cron_there_is_no_home_and_no_terminal(shell: Shell, fleet: Any) -> None:
@@ -121,35 +91,6 @@ def test_two_agents_of_one_name_are_refused_and_the_first_is_unharmed(shell: She
     second.close()
     done = shell("kvctl agents --columns agent,state")
     assert (done.returncode, done.stdout) == (0, "AGENT     STATE\ndecode-0  ok\n")
-
-
-def test_an_agent_of_another_version_is_named_and_the_others_answer(shell: Shell, start: Any) -> None:
-    start("decode-0")
-    start("decode-1", version="9.9.9")
-    start("newer", protocol=[2, 3])
-    done = shell("kvctl status --columns agent")
-    assert (done.returncode, done.stdout) == (7, "AGENT\ndecode-0\ndecode-1\nnewer\n")
-    assert "newer: serves admin protocol 2 to 3, this kvctl speaks 1 to 1: update kvctl" in done.stderr
-    done = shell("kvctl version --agents --columns component,version")
-    assert "decode-1   9.9.9\n" in done.stdout
-    assert shell("kvctl -e newer status").returncode == 6
-
-
-def test_sizes_that_do_not_go_together_are_explained(shell: Shell) -> None:
-    done = shell("kvctl bench --prefill-tp 3 --decode-tp 7")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "8 KV heads cannot be laid out over tp 3: 8 % 3 = 2" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_what_was_seen_is_kept_and_read_again(shell: Shell, fleet: Any, tmp_path: Path) -> None:
-    before = shell("kvctl rooms -o json | jq -c '.data | sort_by(.agent, .room)'").stdout
-    bundle = tmp_path / "b.tar.zst"
-    done = shell(f"kvctl debug bundle --redact {bundle} -q")
-    assert done.returncode == 0, done.stderr
-    done = shell(f"kvctl --from {bundle} rooms -o json | jq -c '.data | sort_by(.agent, .room)'")
-    assert (done.returncode, done.stdout) == (0, before.replace("cmpl-7f3a", "request-1"))
-    assert json.loads(before)
 
 
 # ---- closed or full output streams ---------------------------------------------------------------------------

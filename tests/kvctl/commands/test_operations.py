@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -269,10 +263,8 @@ class TestAbortSeveral:
         assert (outcome.code, outcome.out, told) == (2, "", [])
         assert wanted in outcome.err
 
-    def test_the_rooms_are_listed_before_the_question(
-        self, told: list[tuple[str, int]], socket_directory: Path
-    ) -> None:
-        code, seen = on_terminal(socket_directory, "\n", "rooms", "abort", "--filter", "age>2.5s")
+    def test_the_rooms_are_listed_before_the_question(self, told: list[tuple[str, int]], on_terminal: Any) -> None:
+        code, seen = answered(on_terminal("rooms", "abort", "--filter", "age>2.5s"), "\n")
         assert seen.replace("\r", "").startswith(
             "  1      9 s  decode-0 Transferring, prefill-0 Transferring\n"
             "  2      3 s  decode-0 Transferring, prefill-0 Transferring\n"
@@ -280,7 +272,7 @@ class TestAbortSeveral:
             "Abort these 3 rooms? [y/N]"
         )
         assert (code, told) == (ExitCode.FAILED, [])
-        code, seen = on_terminal(socket_directory, "y\n", "rooms", "abort", "--filter", "age>2.5s")
+        code, seen = answered(on_terminal("rooms", "abort", "--filter", "age>2.5s"), "y\n")
         assert code == 0
         assert len(told) == 5
 
@@ -328,36 +320,11 @@ class TestWhoIsMeant:
         assert "name agents or use --all, not both" in outcome.err
 
 
-def on_terminal(socket_directory: Path, answer: str, *args: str) -> tuple[int, str]:
-    """Runs a command on a terminal and answers its question; returns the exit code and the screen."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvctl", *args],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "KVCTL_SOCKET_DIR": str(socket_directory), "NO_COLOR": "1", "COLUMNS": "200"},
-    )
-    os.close(theirs)
-    seen, told = "", False
-    deadline = time.monotonic() + 60
-    try:
-        while time.monotonic() < deadline:
-            if not select.select([ours], [], [], 0.1)[0]:
-                continue
-            try:
-                piece = os.read(ours, 4096)
-            except OSError:  # the other end is closed
-                break
-            seen += piece.decode(errors="replace")
-            if not told and "[y/N]" in seen:
-                told = True
-                os.write(ours, answer.encode())
-        return process.wait(30), seen
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+def answered(terminal: Any, answer: str) -> tuple[int, str]:
+    """Answers the question that a command asks on a terminal; returns the exit code and the screen."""
+    terminal.until("[y/N]")
+    terminal.press(answer)
+    return terminal.rest(), terminal.seen
 
 
 @pytest.mark.parametrize(
@@ -381,17 +348,15 @@ def on_terminal(socket_directory: Path, answer: str, *args: str) -> tuple[int, s
     ],
     ids=["drain", "drain-all", "resume", "set", "abort", "release"],
 )
-def test_a_person_is_asked_and_may_say_no(
-    fleet: Any, socket_directory: Path, args: tuple[str, ...], question: str
-) -> None:
-    code, seen = on_terminal(socket_directory, "\n", *args)
+def test_a_person_is_asked_and_may_say_no(fleet: Any, on_terminal: Any, args: tuple[str, ...], question: str) -> None:
+    code, seen = answered(on_terminal(*args, size=(200, 24)), "\n")
     assert question in seen
     assert "nothing was done" in seen
     assert code == ExitCode.FAILED
 
 
-def test_a_person_says_yes(fleet: Any, socket_directory: Path) -> None:
-    code, seen = on_terminal(socket_directory, "y\n", "drain", "decode-1")
+def test_a_person_says_yes(fleet: Any, on_terminal: Any) -> None:
+    code, seen = answered(on_terminal("drain", "decode-1"), "y\n")
     assert code == 0
     assert "draining" in seen
 

@@ -22,12 +22,6 @@ def data(outcome: Any) -> Any:
     return json.loads(outcome.out)["data"]
 
 
-def test_matrix_has_a_row_per_pair(fleet: Any, kvctl: Any) -> None:
-    rows = data(kvctl("peers", "matrix", "-o", "json"))
-    assert len(rows) == 4
-    assert {row["state"] for row in rows} == {"ready", "suspect"}
-
-
 def test_diff_names_the_factor_and_fails(fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("peers", "diff", "decode-1", "prefill-1", "-o", "json")
     assert outcome.code == 1
@@ -113,11 +107,6 @@ def test_a_key_is_explained_without_agents(kvctl: Any) -> None:
 def test_a_key_that_is_not_there_is_nearly_another(kvctl: Any) -> None:
     outcome = kvctl("config", "explain", "copy_thread")
     assert (outcome.code, "did you mean copy_threads" in outcome.err) == (2, True)
-
-
-def test_origins_leave_the_defaults_out(fleet: Any, kvctl: Any) -> None:
-    rows = data(kvctl("config", "show", "--origin", "-o", "json"))
-    assert [row["origin"].split()[0] for row in rows] == ["argument", "environment"]
 
 
 def test_events_of_a_severity_and_worse(fleet: Any, kvctl: Any) -> None:

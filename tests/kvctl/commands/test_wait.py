@@ -85,13 +85,6 @@ def test_drained_when_no_room_is_active(start: Any, kvctl: Any, canned: Any) -> 
     assert (outcome.code, outcome.err) == (0, "kvctl: 1 agent drained\n")
 
 
-def test_not_drained_in_time(start: Any, kvctl: Any, canned: Any) -> None:
-    start("decode-0", changing(canned, "decode-0", {"draining": True, "rooms": {"Transferring": 1}}))
-    outcome = kvctl("wait", "--for", "drained", "--timeout", "10ms")
-    assert outcome.code == 4
-    assert "decode-0: 1 room active" in outcome.err
-
-
 def test_who_takes_new_rooms_will_never_be_drained(start: Any, kvctl: Any, canned: Any) -> None:
     start("decode-0", changing(canned, "decode-0", {"draining": False}))
     start("decode-1", changing(canned, "decode-1", IDLE))

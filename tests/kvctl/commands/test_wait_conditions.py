@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.commands.wait import Drained, Ready, WaitConditionError, parse
+from kvctl.commands.wait import Drained, Ready
 
 
 def survey(faults: tuple[str, ...] = (), code: str = FaultCode.TIMEOUT, **statuses: dict[str, Any]) -> Survey:
@@ -78,9 +76,3 @@ def test_ready_is_who_can_take_a_new_room() -> None:
     assert Ready(1).progress(survey(a=draining)).missing == ["a: it is draining"]
     old = {"waiting_for": "no hello from prefill-1"}  # an agent of a version that does not tell
     assert Ready(1).progress(survey(a=old)).missing == ["a: no hello from prefill-1"]
-
-
-@pytest.mark.parametrize("text", ["", "Ready", "room", "room=", "room=-1:Success", "room=7:", f"room={1 << 64}:Failed"])
-def test_what_is_no_goal(text: str) -> None:
-    with pytest.raises(WaitConditionError):
-        parse(text)

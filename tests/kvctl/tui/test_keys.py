@@ -13,6 +13,7 @@ from textual.widgets import Input
 from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt
 from kvctl.tui.palette import PALETTES
 from kvctl.tui.widgets import Bar, Table
+from tests.kvctl.tui.screens import on_screen
 
 VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 
@@ -37,123 +38,96 @@ def row(pilot: Any) -> Any:
     return pilot.app.panel.table.row
 
 
-def test_numbers_choose_a_view_and_only_its_data_is_asked(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        for key, view in enumerate(VIEWS, 1):
-            await press(pilot, str(key))
-            assert pilot.app.panel_name == view
-            asked = [call.command for call in pilot.app.feed.wanted[-1].calls]
-            assert asked == (["status"] if view == "overview" else ["status", view])
-            assert pilot.app.panel.main.listing.rows
-
-    drive(build(specimen, "peers"), script)
+@on_screen("peers")
+async def test_numbers_choose_a_view_and_only_its_data_is_asked(pilot: Any) -> None:
+    for key, view in enumerate(VIEWS, 1):
+        await press(pilot, str(key))
+        assert pilot.app.panel_name == view
+        asked = [call.command for call in pilot.app.feed.wanted[-1].calls]
+        assert asked == (["status"] if view == "overview" else ["status", view])
+        assert pilot.app.panel.main.listing.rows
 
 
-def test_a_filter_holds_until_escape(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "slash")
-        await press(pilot, *"agent=decode-2 ", "&", *" state=Bootstrapping", "enter")
-        rows = pilot.app.panel.main.listing.rows
-        assert {(each["agent"], each["state"]) for each in rows} == {("decode-2", "Bootstrapping")}
-        pilot.app.feed.beat()
-        await pilot.pause()
-        assert len(pilot.app.panel.main.listing.rows) == len(rows)
-        await press(pilot, "escape")
-        assert len(pilot.app.panel.main.listing.rows) == 96
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_a_filter_holds_until_escape(pilot: Any) -> None:
+    await press(pilot, "slash")
+    await press(pilot, *"agent=decode-2 ", "&", *" state=Bootstrapping", "enter")
+    rows = pilot.app.panel.main.listing.rows
+    assert {(each["agent"], each["state"]) for each in rows} == {("decode-2", "Bootstrapping")}
+    pilot.app.feed.beat()
+    await pilot.pause()
+    assert len(pilot.app.panel.main.listing.rows) == len(rows)
+    await press(pilot, "escape")
+    assert len(pilot.app.panel.main.listing.rows) == 96
 
 
-def test_a_text_is_looked_for_in_all_columns(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "slash", *"CODE-2", "enter")
-        rows = pilot.app.panel.main.listing.rows
-        assert 0 < len(rows) < 96
-        assert {each["agent"] for each in rows} == {"decode-2"}
-        await press(pilot, "slash", *" & agent=decode-2 & bootstr", "enter")
-        rows = pilot.app.panel.main.listing.rows
-        assert {(each["agent"], each["state"]) for each in rows} == {("decode-2", "Bootstrapping")}
-        await press(pilot, "escape")
-        assert len(pilot.app.panel.main.listing.rows) == 96
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_a_text_is_looked_for_in_all_columns(pilot: Any) -> None:
+    await press(pilot, "slash", *"CODE-2", "enter")
+    rows = pilot.app.panel.main.listing.rows
+    assert 0 < len(rows) < 96
+    assert {each["agent"] for each in rows} == {"decode-2"}
+    await press(pilot, "slash", *" & agent=decode-2 & bootstr", "enter")
+    rows = pilot.app.panel.main.listing.rows
+    assert {(each["agent"], each["state"]) for each in rows} == {("decode-2", "Bootstrapping")}
+    await press(pilot, "escape")
+    assert len(pilot.app.panel.main.listing.rows) == 96
 
 
-def test_a_text_that_no_row_contains(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "slash", *"nothing like it", "enter")
-        assert pilot.app.panel.main.listing.rows == []
-        assert pilot.app.panel.main.listing.total == 96
-
-    drive(build(specimen, "rooms"), script)
-
-
-def test_a_filter_that_is_none_says_why_and_does_not_close(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "slash", *"aeg>5s", "enter")
-        assert isinstance(pilot.app.screen, Prompt)
-        assert "did you mean age?" in str(pilot.app.screen.query("Static").first().render())
-        await press(pilot, "escape")
-        assert len(pilot.app.panel.main.listing.rows) == 96
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_a_filter_that_is_none_says_why_and_does_not_close(pilot: Any) -> None:
+    await press(pilot, "slash", *"aeg>5s", "enter")
+    assert isinstance(pilot.app.screen, Prompt)
+    assert "did you mean age?" in str(pilot.app.screen.query("Static").first().render())
+    await press(pilot, "escape")
+    assert len(pilot.app.panel.main.listing.rows) == 96
 
 
-def test_a_number_in_the_filter_opens_that_room(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "slash", *"4711", "enter")
-        assert pilot.app.panel_name == "room"
-        assert len(pilot.app.panel.main.listing.rows) == 69
-
-    drive(build(specimen, "events"), script)
+@on_screen("events")
+async def test_a_number_in_the_filter_opens_that_room(pilot: Any) -> None:
+    await press(pilot, "slash", *"4711", "enter")
+    assert pilot.app.panel_name == "room"
+    assert len(pilot.app.panel.main.listing.rows) == 69
 
 
-def test_enter_goes_into_the_room_and_escape_comes_back_to_the_row(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "down", "down")
-        before = row(pilot)
-        await press(pilot, "enter")
-        assert (pilot.app.panel_name, pilot.app.panel.room) == ("room", before["room"])
-        assert f"room {before['room']}" in bar(pilot, "tabs")
-        assert pilot.app.feed.wanted[-1].calls[1].args == {"room": before["room"]}
-        await press(pilot, "escape")
-        assert pilot.app.panel_name == "rooms"
-        assert row(pilot)["agent"] == before["agent"]
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_enter_goes_into_the_room_and_escape_comes_back_to_the_row(pilot: Any) -> None:
+    await press(pilot, "down", "down")
+    before = row(pilot)
+    await press(pilot, "enter")
+    assert (pilot.app.panel_name, pilot.app.panel.room) == ("room", before["room"])
+    assert f"room {before['room']}" in bar(pilot, "tabs")
+    assert pilot.app.feed.wanted[-1].calls[1].args == {"room": before["room"]}
+    await press(pilot, "escape")
+    assert pilot.app.panel_name == "rooms"
+    assert row(pilot)["agent"] == before["agent"]
 
 
 @pytest.mark.parametrize(("view", "first"), [("staging", "tab"), ("events", "up")])
-def test_what_is_about_a_room_leads_to_it(view: str, first: str, specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, first)
-        while row(pilot)["room"] is None:
-            await press(pilot, "up")
-        room = row(pilot)["room"]
-        await press(pilot, "enter")
-        assert (pilot.app.panel_name, pilot.app.panel.room) == ("room", room)
-
-    drive(build(specimen, view), script)
+@on_screen()
+async def test_what_is_about_a_room_leads_to_it(pilot: Any, view: str, first: str) -> None:
+    await press(pilot, first)
+    while row(pilot)["room"] is None:
+        await press(pilot, "up")
+    room = row(pilot)["room"]
+    await press(pilot, "enter")
+    assert (pilot.app.panel_name, pilot.app.panel.room) == ("room", room)
 
 
-def test_a_room_that_nobody_knows_says_so(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "slash", *"99", "enter")
-        picture = pilot.app.query_one("#room-picture")
-        assert "no agent knows this room" in str(picture._draw(80))
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_a_room_that_nobody_knows_says_so(pilot: Any) -> None:
+    await press(pilot, "slash", *"99", "enter")
+    picture = pilot.app.query_one("#room-picture")
+    assert "no agent knows this room" in str(picture._draw(80))
 
 
-def test_a_pair_shows_what_both_ends_say(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "down", "right", "right", "enter")
-        assert pilot.app.panel_name == "record"
-        lines = ["".join(text for text, _ in line) for line in pilot.app.panel._lines(100)]
-        assert sum("suspect" in line for line in lines) == 2
-        assert "prefill-1 → decode-2" in bar(pilot, "tabs")
-
-    drive(build(specimen, "peers"), script)
+@on_screen("peers")
+async def test_a_pair_shows_what_both_ends_say(pilot: Any) -> None:
+    await press(pilot, "down", "right", "right", "enter")
+    assert pilot.app.panel_name == "record"
+    lines = ["".join(text for text, _ in line) for line in pilot.app.panel._lines(100)]
+    assert sum("suspect" in line for line in lines) == 2
+    assert "prefill-1 → decode-2" in bar(pilot, "tabs")
 
 
 def test_a_finding_opens_with_its_remedy_and_is_copied_whole(specimen, ill, build, drive) -> None:
@@ -165,101 +139,85 @@ def test_a_finding_opens_with_its_remedy_and_is_copied_whole(specimen, ill, buil
     drive(build(specimen, judged=ill), script)
 
 
-def test_a_record_follows_its_row(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "enter")
-        before = pilot.app.panel.clipboard()[0]
-        pilot.app.feed.beat()
-        await pilot.pause()
-        assert pilot.app.panel.clipboard()[0] != before
-        assert "1,008" in pilot.app.panel.clipboard()[0] or "done" in before
-
-    drive(build(specimen), script)
+@on_screen()
+async def test_a_record_follows_its_row(pilot: Any) -> None:
+    await press(pilot, "enter")
+    before = pilot.app.panel.clipboard()[0]
+    pilot.app.feed.beat()
+    await pilot.pause()
+    assert pilot.app.panel.clipboard()[0] != before
+    assert "1,008" in pilot.app.panel.clipboard()[0] or "done" in before
 
 
-def test_space_holds_the_screen_and_says_how_old_it_is(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "space")
-        shown = pilot.app.store.now_ns
-        assert "paused: the data is 0 s old" in bar(pilot, "banner")
-        pilot.app.feed.paused = False  # a reading that was under way when the pause began
-        wanted = pilot.app.feed.wanted
-        wanted.append(wanted[-1].__class__("health", wanted[-1].calls))
-        pilot.app.feed.beat()
-        await pilot.pause()
-        assert pilot.app.store.now_ns == shown
-        wanted.pop()
-        await press(pilot, "space")
-        assert pilot.app.store.now_ns > shown
-        assert bar(pilot, "banner") == ""
-
-    drive(build(specimen), script)
+@on_screen()
+async def test_space_holds_the_screen_and_says_how_old_it_is(pilot: Any) -> None:
+    await press(pilot, "space")
+    shown = pilot.app.store.now_ns
+    assert "paused: the data is 0 s old" in bar(pilot, "banner")
+    pilot.app.feed.paused = False  # a reading that was under way when the pause began
+    wanted = pilot.app.feed.wanted
+    wanted.append(wanted[-1].__class__("health", wanted[-1].calls))
+    pilot.app.feed.beat()
+    await pilot.pause()
+    assert pilot.app.store.now_ns == shown
+    wanted.pop()
+    await press(pilot, "space")
+    assert pilot.app.store.now_ns > shown
+    assert bar(pilot, "banner") == ""
 
 
-def test_a_view_opened_while_paused_is_read_once(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "space", "5")
-        assert pilot.app.panel.main.listing.rows
-        assert "paused" in bar(pilot, "banner")
-
-    drive(build(specimen), script)
+@on_screen()
+async def test_a_view_opened_while_paused_is_read_once(pilot: Any) -> None:
+    await press(pilot, "space", "5")
+    assert pilot.app.panel.main.listing.rows
+    assert "paused" in bar(pilot, "banner")
 
 
-def test_sort_chooses_a_column_and_turns_it(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "s")
-        assert isinstance(pilot.app.screen, Choice)
-        await press(pilot, "home", "enter")
-        assert pilot.app.panel.main.listing.rows[0]["room"] == "4711"
-        await press(pilot, "s", "enter")
-        assert pilot.app.panel.main.listing.rows[0]["room"] == "4722"
-        await press(pilot, "s", "escape")
-        assert pilot.app.panel.main.listing.rows[0]["room"] == "4722"
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_sort_chooses_a_column_and_turns_it(pilot: Any) -> None:
+    await press(pilot, "s")
+    assert isinstance(pilot.app.screen, Choice)
+    await press(pilot, "home", "enter")
+    assert pilot.app.panel.main.listing.rows[0]["room"] == "4711"
+    await press(pilot, "s", "enter")
+    assert pilot.app.panel.main.listing.rows[0]["room"] == "4722"
+    await press(pilot, "s", "escape")
+    assert pilot.app.panel.main.listing.rows[0]["room"] == "4722"
 
 
 @pytest.mark.parametrize(("view", "left"), [("rooms", 4), ("peers", 4), ("overview", 0), ("staging", 2)])
-def test_faults_only(view: str, left: int, specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        everything = len(pilot.app.panel.main.listing.rows)
-        await press(pilot, "e")
-        assert len(pilot.app.panel.main.listing.rows) == left
-        await press(pilot, "e")
-        assert len(pilot.app.panel.main.listing.rows) == everything
-
-    drive(build(specimen, view), script)
+@on_screen()
+async def test_faults_only(pilot: Any, view: str, left: int) -> None:
+    everything = len(pilot.app.panel.main.listing.rows)
+    await press(pilot, "e")
+    assert len(pilot.app.panel.main.listing.rows) == left
+    await press(pilot, "e")
+    assert len(pilot.app.panel.main.listing.rows) == everything
 
 
-def test_from_a_failed_room_into_the_room(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        assert [row["room"] for row in pilot.app.panel.main.listing.rows] == [str(4600 + place) for place in range(9)]
-        await press(pilot, "slash", *"code=KV_PEER_LOST", "enter")
-        assert len(pilot.app.panel.main.listing.rows) == 6
-        await press(pilot, "enter")
-        assert pilot.app.panel_name == "room"
-        assert pilot.app.panel.room == "4601"
-
-    drive(build(specimen, "failed"), script)
+@on_screen("failed")
+async def test_from_a_failed_room_into_the_room(pilot: Any) -> None:
+    assert [row["room"] for row in pilot.app.panel.main.listing.rows] == [str(4600 + place) for place in range(9)]
+    await press(pilot, "slash", *"code=KV_PEER_LOST", "enter")
+    assert len(pilot.app.panel.main.listing.rows) == 6
+    await press(pilot, "enter")
+    assert pilot.app.panel_name == "room"
+    assert pilot.app.panel.room == "4601"
 
 
-def test_faults_only_filters_events_by_severity(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "e")
-        assert {each["severity"] for each in pilot.app.panel.main.listing.rows} == {"warning", "error"}
-
-    drive(build(specimen, "events"), script)
+@on_screen("events")
+async def test_faults_only_filters_events_by_severity(pilot: Any) -> None:
+    await press(pilot, "e")
+    assert {each["severity"] for each in pilot.app.panel.main.listing.rows} == {"warning", "error"}
 
 
-def test_copy_takes_the_row_with_its_header(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "y")
-        header, values = pilot.app.clipboard.splitlines()
-        assert header.split("\t")[:3] == ["room", "agent", "role"]
-        assert values.split("\t")[:3] == ["4711", "decode-0", "decode"]
-        assert said(pilot) == ["copied one row of rooms with its header"]
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_copy_takes_the_row_with_its_header(pilot: Any) -> None:
+    await press(pilot, "y")
+    header, values = pilot.app.clipboard.splitlines()
+    assert header.split("\t")[:3] == ["room", "agent", "role"]
+    assert values.split("\t")[:3] == ["4711", "decode-0", "decode"]
+    assert said(pilot) == ["copied one row of rooms with its header"]
 
 
 def test_export_writes_the_rows_on_screen(specimen, build, drive, tmp_path: Path, monkeypatch) -> None:
@@ -301,56 +259,48 @@ def test_export_refuses_what_it_cannot_write(specimen, build, drive, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["there.tsv"]
 
 
-def test_brackets_seek_in_a_recording_and_space_plays_on(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        assert "fleet.kvrec: snapshot 4 of 40, playing" in bar(pilot, "banner")
-        await press(pilot, "right_square_bracket")
-        assert "snapshot 5 of 40, paused" in bar(pilot, "banner")
-        later = len(pilot.app.store.trends.p50)
-        await press(pilot, "left_square_bracket", "left_square_bracket")
-        assert "snapshot 3 of 40, paused" in bar(pilot, "banner")
-        assert len(pilot.app.store.trends.p50) < later
-        await press(pilot, "space")
-        assert not pilot.app.feed.paused
-        assert "playing" in bar(pilot, "banner")
-        await press(pilot, "space")
-        assert pilot.app.feed.paused
-
-    drive(build(specimen, recorded=True), script)
+@on_screen(recorded=True)
+async def test_brackets_seek_in_a_recording_and_space_plays_on(pilot: Any) -> None:
+    assert "fleet.kvrec: snapshot 4 of 40, playing" in bar(pilot, "banner")
+    await press(pilot, "right_square_bracket")
+    assert "snapshot 5 of 40, paused" in bar(pilot, "banner")
+    later = len(pilot.app.store.trends.p50)
+    await press(pilot, "left_square_bracket", "left_square_bracket")
+    assert "snapshot 3 of 40, paused" in bar(pilot, "banner")
+    assert len(pilot.app.store.trends.p50) < later
+    await press(pilot, "space")
+    assert not pilot.app.feed.paused
+    assert "playing" in bar(pilot, "banner")
+    await press(pilot, "space")
+    assert pilot.app.feed.paused
 
 
-def test_a_living_fleet_cannot_be_sought_in(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "left_square_bracket")
-        assert "seeking needs a recording" in said(pilot)[0]
-        assert not pilot.app.feed.paused
-
-    drive(build(specimen), script)
+@on_screen()
+async def test_a_living_fleet_cannot_be_sought_in(pilot: Any) -> None:
+    await press(pilot, "left_square_bracket")
+    assert "seeking needs a recording" in said(pilot)[0]
+    assert not pilot.app.feed.paused
 
 
-def test_themes_go_round(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        seen = [pilot.app.theme]
-        for _ in PALETTES:
-            await press(pilot, "t")
-            seen.append(pilot.app.theme)
-        assert seen == ["dark", "light", "high-contrast", "dark"]
-
-    drive(build(specimen), script)
+@on_screen()
+async def test_themes_go_round(pilot: Any) -> None:
+    seen = [pilot.app.theme]
+    for _ in PALETTES:
+        await press(pilot, "t")
+        seen.append(pilot.app.theme)
+    assert seen == ["dark", "light", "high-contrast", "dark"]
 
 
-def test_help_lists_every_key_that_works(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "question_mark")
-        assert isinstance(pilot.app.screen, Help)
-        text = "\n".join("".join(part for part, _ in line) for line in pilot.app.screen._draw(90))
-        for label in ("1 - 8", "/", "Enter", "Esc", "Space", "s ", "e ", "y ", "E ", "t ", "?", "q ", "a ", "r "):
-            assert f"\n{label}" in f"\n{text}"
-        assert "previous snapshot" not in text
-        await press(pilot, "escape")
-        assert not isinstance(pilot.app.screen, Help)
-
-    drive(build(specimen), script)
+@on_screen()
+async def test_help_lists_every_key_that_works(pilot: Any) -> None:
+    await press(pilot, "question_mark")
+    assert isinstance(pilot.app.screen, Help)
+    text = "\n".join("".join(part for part, _ in line) for line in pilot.app.screen._draw(90))
+    for label in ("1 - 8", "/", "Enter", "Esc", "Space", "s ", "e ", "y ", "E ", "t ", "?", "q ", "a ", "r "):
+        assert f"\n{label}" in f"\n{text}"
+    assert "previous snapshot" not in text
+    await press(pilot, "escape")
+    assert not isinstance(pilot.app.screen, Help)
 
 
 def test_quit_stops_the_feed(specimen, build, drive) -> None:
@@ -364,27 +314,23 @@ def test_quit_stops_the_feed(specimen, build, drive) -> None:
     assert app.return_code == 0
 
 
-def test_a_room_is_aborted_after_a_yes(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "a")
-        assert isinstance(pilot.app.screen, Confirm)
-        await press(pilot, "enter")
-        assert pilot.app.feed.acts == []
-        await press(pilot, "a", "y")
-        assert {agent for agent, _ in pilot.app.feed.acts[0]} == set(specimen.names)
-        assert {call.args["room"] for _, call in pilot.app.feed.acts[0]} == {"4711"}
-        assert said(pilot) == ["abort: done on 8 agents"]
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_a_room_is_aborted_after_a_yes(pilot: Any, specimen) -> None:
+    await press(pilot, "a")
+    assert isinstance(pilot.app.screen, Confirm)
+    await press(pilot, "enter")
+    assert pilot.app.feed.acts == []
+    await press(pilot, "a", "y")
+    assert {agent for agent, _ in pilot.app.feed.acts[0]} == set(specimen.names)
+    assert {call.args["room"] for _, call in pilot.app.feed.acts[0]} == {"4711"}
+    assert said(pilot) == ["abort: done on 8 agents"]
 
 
-def test_an_allocation_is_released_after_a_yes(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await press(pilot, "down", "r", "y")
-        ((agent, call),) = pilot.app.feed.acts[0]
-        assert (agent, call.command, call.args) == ("decode-1", "release", {"serial": 7})
-
-    drive(build(specimen, "staging"), script)
+@on_screen("staging")
+async def test_an_allocation_is_released_after_a_yes(pilot: Any) -> None:
+    await press(pilot, "down", "r", "y")
+    ((agent, call),) = pilot.app.feed.acts[0]
+    assert (agent, call.command, call.args) == ("decode-1", "release", {"serial": 7})
 
 
 def test_who_may_only_read_is_told_so(specimen, build, drive) -> None:
@@ -409,25 +355,21 @@ def test_writes_are_absent(how: str, specimen, build, drive) -> None:
     drive(build(specimen, **{how: True}), script)
 
 
-def test_readings_come_in_while_a_dialog_is_open(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        for key in ("slash", "s", "E", "question_mark", "a"):
-            await press(pilot, key)
-            before = pilot.app.store.now_ns
-            pilot.app.feed.beat()
-            await pilot.pause()
-            assert pilot.app.store.now_ns > before
-            assert len(pilot.app.screen_stack) == 2
-            await press(pilot, "escape")
-
-    drive(build(specimen, "rooms"), script)
+@on_screen("rooms")
+async def test_readings_come_in_while_a_dialog_is_open(pilot: Any) -> None:
+    for key in ("slash", "s", "E", "question_mark", "a"):
+        await press(pilot, key)
+        before = pilot.app.store.now_ns
+        pilot.app.feed.beat()
+        await pilot.pause()
+        assert pilot.app.store.now_ns > before
+        assert len(pilot.app.screen_stack) == 2
+        await press(pilot, "escape")
 
 
-def test_a_reading_that_comes_while_it_ends_is_let_go(specimen, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        pilot.app.exit()
-        for _ in range(20):
-            pilot.app.feed.beat()
-            await asyncio.sleep(0)
-
-    drive(build(specimen), script)
+@on_screen()
+async def test_a_reading_that_comes_while_it_ends_is_let_go(pilot: Any) -> None:
+    pilot.app.exit()
+    for _ in range(20):
+        pilot.app.feed.beat()
+        await asyncio.sleep(0)

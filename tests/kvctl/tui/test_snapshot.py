@@ -24,16 +24,6 @@ def test_text_has_the_size_that_was_asked_for(view: str, fleet: Any, kvctl: Any,
     assert "prefill-0" in path.read_text()
 
 
-def test_a_picture_is_well_formed(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
-    path = tmp_path / "screen.svg"
-    assert kvctl("top", "--snapshot", str(path), "--interval", "100ms", "--timeout", "20s").code == 0
-    words = [
-        (each.text or "").replace("\xa0", " ").strip()
-        for each in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")
-    ]
-    assert "kvctl top" in words
-
-
 def test_filters_and_order_of_the_command_line_hold(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
     path = tmp_path / "screen.txt"
     outcome = kvctl(
@@ -58,27 +48,6 @@ def test_a_file_that_cannot_be_written_is_named(fleet: Any, kvctl: Any, tmp_path
     outcome = kvctl("top", "--snapshot", str(tmp_path / "no" / "screen.txt"), "--interval", "100ms", "--timeout", "20s")
     assert outcome.code == 1
     assert "screen.txt: No such file or directory" in outcome.err
-
-
-def test_a_recording_shows_its_last_moment(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
-    recording, path = tmp_path / "fleet.kvrec", tmp_path / "screen.txt"
-    assert kvctl("record", str(recording)).code == 0
-    outcome = kvctl(
-        "top",
-        "--from",
-        str(recording),
-        "--snapshot",
-        str(path),
-        "--view",
-        "peers",
-        "--interval",
-        "100ms",
-        "--timeout",
-        "20s",
-    )
-    assert outcome.code == 0
-    assert "fleet.kvrec: snapshot 1 of 1" in path.read_text()
-    assert "decode-1" in path.read_text()
 
 
 def test_a_snapshot_shows_rates_of_live_agents_and_of_a_recording(fleet: Any, kvctl: Any, tmp_path: Path) -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import pty
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PATIENCE_S = 30.0
+from tests.support.terminal import Terminal
+
 # Serves one agent with the fixed answers until it is killed.
 AGENT = """
 import importlib.util, sys, threading, time
@@ -37,72 +30,14 @@ threading.Event().wait()
 """
 
 
-class Screen:
-    """`kvctl top` on a pseudo-terminal that tests read and close."""
-
-    def __init__(self, *args: str, before: Callable[[], Any] | None = None) -> None:
-        self.leader, follower = pty.openpty()
-        fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 110, 0, 0))
-        environment = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "COLUMNS"}}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvctl", "top", *args],
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            env={**environment, "TERM": "xterm-256color"},
-            start_new_session=True,
-            preexec_fn=before,
-        )
-        os.close(follower)
-        self.seen = ""
-
-    def until(self, text: str) -> None:
-        """Reads until the text has appeared since the last call."""
-        deadline = time.monotonic() + PATIENCE_S
-        while text not in self.seen:
-            assert time.monotonic() < deadline, f"{text!r} was not shown; last: {self.seen[-2000:]!r}"
-            if select.select([self.leader], [], [], 0.1)[0]:
-                self.seen += os.read(self.leader, 1 << 16).decode(errors="replace")
-        self.seen = self.seen.rpartition(text)[2]
-
-    def press(self, keys: str) -> None:
-        os.write(self.leader, keys.encode())
-
-    def hang_up(self) -> None:
-        """Closes the terminal."""
-        os.close(self.leader)
-        self.leader = -1
-
-    def ended(self) -> int:
-        """Returns the exit code; read the output meanwhile, so that the process does not block."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, "kvctl top is still running"
-            if self.leader >= 0 and select.select([self.leader], [], [], 0.05)[0]:
-                with contextlib.suppress(OSError):
-                    self.seen += os.read(self.leader, 1 << 16).decode(errors="replace")
-            elif self.leader < 0:
-                time.sleep(0.02)
-        return self.process.returncode
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        if self.leader >= 0:
-            os.close(self.leader)
-
-
 @pytest.fixture
-def screen() -> Iterator[Callable[..., Screen]]:
-    opened: list[Screen] = []
+def screen(on_terminal: Any) -> Callable[..., Terminal]:
+    """Starts `kvctl top` on a pseudo-terminal."""
 
-    def make(*args: str, before: Callable[[], Any] | None = None) -> Screen:
-        opened.append(Screen(*args, before=before))
-        return opened[-1]
+    def make(*args: str, before: Callable[[], Any] | None = None) -> Terminal:
+        return on_terminal("top", *args, size=(110, 30), start_new_session=True, preexec_fn=before)
 
-    yield make
-    for each in opened:
-        each.close()
+    return make
 
 
 @pytest.fixture
@@ -132,14 +67,14 @@ def test_a_killed_agent_grows_stale_and_comes_back(screen: Any, agent: Any) -> N
     agent("prefill-0")
     victim = agent("decode-0")
     top = screen("--interval", "200ms")
-    top.until("decode-0")
+    assert top.passes("decode-0")
     victim.kill()
     victim.wait()
-    top.until("decode-0 silent for")
+    assert top.passes("decode-0 silent for")
     agent("decode-0", "its second life")
-    top.until("its second life")
+    assert top.passes("its second life")
     top.press("q")
-    assert top.ended() == 0
+    assert top.rest() == 0
 
 
 def test_an_agent_that_its_source_names_no_more_has_vanished(
@@ -150,57 +85,50 @@ def test_an_agent_that_its_source_names_no_more_has_vanished(
     agents = tmp_path / "agents"
     agents.write_text("".join(f"{socket_directory}/{name}.sock\n" for name in ("prefill-0", "decode-0")))
     top = screen("--interval", "200ms", "-e", f"file://{agents}")
-    top.until("decode-0")
+    assert top.passes("decode-0")
     agents.write_text(f"{socket_directory}/prefill-0.sock\n")
-    top.until("decode-0 on node-3 vanished")
+    assert top.passes("decode-0 on node-3 vanished")
     top.press("q")
-    assert top.ended() == 0
+    assert top.rest() == 0
 
 
 def test_a_hanging_agent_does_not_stop_the_screen(screen: Any, agent: Any) -> None:
     agent("prefill-0")
     victim = agent("decode-0")
     top = screen("--interval", "200ms", "--timeout", "300ms")
-    top.until("decode-0")
+    assert top.passes("decode-0")
     victim.send_signal(signal.SIGSTOP)
-    top.until("decode-0 silent for")
+    assert top.passes("decode-0 silent for")
     top.press("5")
-    top.until("reachability")
+    assert top.passes("reachability")
     victim.send_signal(signal.SIGCONT)
     top.press("q")
-    assert top.ended() == 0
-
-
-def test_without_agents_it_says_how_to_start_some(screen: Any) -> None:
-    top = screen()
-    top.until("Start some here: kvctl demo")
-    top.press("q")
-    assert top.ended() == 0
+    assert top.rest() == 0
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["as usual", "under nohup"])
 def test_a_lost_terminal_ends_it(ignored: bool, screen: Any, fleet: Any) -> None:
     before = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if ignored else None
     top = screen("--interval", "200ms", before=before)
-    top.until("decode-0")
+    assert top.passes("decode-0")
     top.hang_up()
-    assert top.ended() in {128 + signal.SIGHUP, -signal.SIGHUP}
+    assert top.rest() in {128 + signal.SIGHUP, -signal.SIGHUP}
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_signals_end_it(number: signal.Signals, screen: Any, fleet: Any) -> None:
     top = screen("--interval", "200ms")
-    top.until("decode-0")
+    assert top.passes("decode-0")
     top.process.send_signal(number)
-    assert top.ended() == 128 + number
+    assert top.rest() == 128 + number
     assert "\x1b[?1049l" in top.seen  # the terminal is as it was before
 
 
 def test_control_c_leaves_like_quit(screen: Any, fleet: Any) -> None:
     top = screen("--interval", "200ms")
-    top.until("decode-0")
+    assert top.passes("decode-0")
     top.press("\x03")
-    assert top.ended() == 130
+    assert top.rest() == 130
 
 
 @pytest.mark.parametrize(
