@@ -13,7 +13,6 @@ from typing import Any
 
 import orjson
 import pytest
-import zmq
 
 from kvctl.client import fanout as fanout_module
 from kvctl.client.calls import Call
@@ -22,6 +21,7 @@ from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl_agent.contract.admin import RELAY_SOCKET
 from tests.support.names import Names
+from tests.support.routers import Answer, refused, router, said
 
 HELLO = Call("hello")
 FAST_NS = 150_000_000
@@ -29,31 +29,10 @@ LONG_NS = 60_000_000_000
 
 
 @contextmanager
-def router(path: Path, answer: Any) -> Iterator[Endpoint]:
-    """A ROUTER that sends the result of `answer(frames)`, or nothing if it is None."""
-    context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.linger = 0
-    socket.bind(f"ipc://{path}")
-    stop = threading.Event()
-
-    def serve() -> None:
-        while not stop.is_set():
-            if socket.poll(20):
-                frames = socket.recv_multipart()
-                reply = answer(frames[1:])
-                if reply is not None:
-                    socket.send_multipart([frames[0], *reply])
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+def agent_at(path: Path, answer: Answer) -> Iterator[Endpoint]:
+    """The endpoint of an agent that answers so."""
+    with router(f"ipc://{path}", answer=answer):
         yield Endpoint(path.stem, path)
-    finally:
-        stop.set()
-        thread.join()
-        socket.close()
-        context.term()
 
 
 def descriptors() -> int:
@@ -68,25 +47,13 @@ def ask(endpoint: Endpoint, *calls: Call, timeout_ns: int = LONG_NS) -> list[Rep
 def test_a_silent_host_name_delays_nobody_and_is_named(names: Names, tmp_path: Path) -> None:
     """libzmq would look it up on the thread that serves all other agents on TCP."""
     names.silent.add("slow.test")
-    context = zmq.Context()
-    agent = context.socket(zmq.ROUTER)
-    port = agent.bind_to_random_port("tcp://127.0.0.1")
     names.known["agent.test"] = ["127.0.0.1"]
     hosts = ["slow.test", "127.0.0.1", "agent.test", "unknown.test"]
-    endpoints = [Endpoint(host, None, remote=f"tcp://{host}:{port}") for host in hosts]
-
-    def serve() -> None:
-        for _ in range(2):
-            route, magic, request_id, _ = agent.recv_multipart()
-            agent.send_multipart([route, magic, request_id, b'{"ok": true, "data": 1}'])
-
-    thread = threading.Thread(target=serve)
-    thread.start()
     begun = time.monotonic()
-    with Fanout(None) as fanout:
+    with router("tcp://127.0.0.1:*", answer=lambda frames: said(frames, 1)) as address, Fanout(None) as fanout:
+        port = address.rpartition(":")[2]
+        endpoints = [Endpoint(host, None, remote=f"tcp://{host}:{port}") for host in hosts]
         slow, *quick, unknown = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], 1_000_000_000)
-    thread.join()
-    context.destroy(linger=0)
     assert time.monotonic() - begun < 30
     assert [reply.data for reply in quick] == [1, 1]
     assert all(reply.rtt_ns < 1_000_000_000 for reply in quick)
@@ -136,7 +103,7 @@ def test_replies_come_in_the_order_of_the_requests(fleet: Any, socket_directory:
 
 
 def test_silence_is_a_timeout_and_costs_the_deadline_only(socket_directory: Path) -> None:
-    with router(socket_directory / "mute.sock", lambda frames: None) as endpoint:
+    with agent_at(socket_directory / "mute.sock", lambda frames: None) as endpoint:
         started = time.monotonic()
         (reply,) = ask(endpoint, HELLO, timeout_ns=FAST_NS)
         assert time.monotonic() - started < 30
@@ -167,7 +134,7 @@ def test_other_protocols_are_named(socket_directory: Path) -> None:
         "shape": lambda frames: [b"KVA1", frames[1], b'{"ok": true}'],
     }
     for name, answer in cases.items():
-        with router(socket_directory / f"{name}.sock", answer) as endpoint:
+        with agent_at(socket_directory / f"{name}.sock", answer) as endpoint:
             (reply,) = ask(endpoint, HELLO)
         assert reply.fault is not None, name
         assert (reply.fault.agent, reply.fault.code) == (name, "protocol")
@@ -182,9 +149,9 @@ def test_a_late_reply_is_not_taken_for_a_later_one(socket_directory: Path) -> No
             return None
         first, held[:] = held[0], [[]]
         # The old request's answer comes before the new one's would; the new one is never answered.
-        return [b"KVA1", first[1], b'{"ok": true, "data": "old"}']
+        return said(first, "old")
 
-    with router(socket_directory / "late.sock", late_once) as endpoint, Fanout() as fanout:
+    with agent_at(socket_directory / "late.sock", late_once) as endpoint, Fanout() as fanout:
         assert fanout.ask([(endpoint, HELLO)], FAST_NS)[0].fault is not None
         (second,) = fanout.ask([(endpoint, HELLO)], FAST_NS)
     assert second.data is None
@@ -246,34 +213,11 @@ def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path)
 
 def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:
     """One ROUTER with 256 names, for each of which the client opens a connection."""
-
-    def hello(frames: list[bytes]) -> list[bytes]:
-        return [b"KVA1", frames[1], b'{"ok": true, "data": {}}']
-
-    context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
     endpoints = [Endpoint(f"a{number}", socket_directory / f"a{number}.sock") for number in range(256)]
-    for endpoint in endpoints:
-        socket.bind(endpoint.address)
-    stop = threading.Event()
-
-    def serve() -> None:
-        while not stop.is_set():
-            if socket.poll(20):
-                frames = socket.recv_multipart()
-                socket.send_multipart([frames[0], *hello(frames[1:])])
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        with Fanout() as fanout:
-            replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], LONG_NS)
-        assert [reply.endpoint for reply in replies if reply.fault is None] == endpoints
-    finally:
-        stop.set()
-        thread.join()
-        socket.close(linger=0)
-        context.term()
+    addresses = [endpoint.address for endpoint in endpoints]
+    with router(*addresses, answer=lambda frames: said(frames, {})), Fanout() as fanout:
+        replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], LONG_NS)
+    assert [reply.endpoint for reply in replies if reply.fault is None] == endpoints
 
 
 class TestObserver:
@@ -285,11 +229,10 @@ class TestObserver:
             name = frames[3]
             asked.append(name)
             if not name:
-                return [b"KVA1", frames[1], orjson.dumps({"ok": True, "data": names})]
+                return said(frames, names)
             if name == b"ended":
-                error = {"code": "unknown-agent", "message": "no such agent"}
-                return [b"KVA1", frames[1], orjson.dumps({"ok": False, "error": error})]
-            return [b"KVA1", frames[1], orjson.dumps({"ok": True, "data": name.decode()})]
+                return refused(frames, "unknown-agent", "no such agent")
+            return said(frames, name.decode())
 
         return answer
 
@@ -299,7 +242,7 @@ class TestObserver:
         for endpoint in endpoints:
             assert endpoint.path is not None
             endpoint.path.touch()
-        with router(socket_directory / RELAY_SOCKET, self.observer(names, asked)), Fanout() as fanout:
+        with agent_at(socket_directory / RELAY_SOCKET, self.observer(names, asked)), Fanout() as fanout:
             assert fanout.use_observer(socket_directory, LONG_NS) == set(names)
             replies = fanout.ask([(endpoint, call) for endpoint in endpoints for call in (HELLO, HELLO)], LONG_NS)
             assert [reply.data for reply in replies] == [name for name in names for _ in range(2)]
@@ -307,12 +250,13 @@ class TestObserver:
         assert asked == [b"", *(name.encode() for name in names for _ in range(2))]
 
     def test_one_that_it_serves_no_more_is_asked_itself(self, socket_directory: Path) -> None:
-        def hello(frames: list[bytes]) -> list[bytes]:
-            return [b"KVA1", frames[1], b'{"ok": true, "data": "itself"}']
-
         asked: list[bytes] = []
-        relay = router(socket_directory / RELAY_SOCKET, self.observer(["ended", "other"], asked))
-        with relay, router(socket_directory / "ended.sock", hello) as ended, Fanout() as fanout:
+        relay = agent_at(socket_directory / RELAY_SOCKET, self.observer(["ended", "other"], asked))
+        with (
+            relay,
+            agent_at(socket_directory / "ended.sock", lambda frames: said(frames, "itself")) as ended,
+            Fanout() as fanout,
+        ):
             fanout.use_observer(socket_directory, LONG_NS)
             other = Endpoint("other", socket_directory / "other.sock")
             for _ in range(2):
@@ -325,17 +269,20 @@ class TestObserver:
 
         def relay(frames: list[bytes]) -> list[bytes]:
             if not frames[3]:
-                return [b"KVA1", frames[1], b'{"ok": true, "data": ["a0"]}']
+                return said(frames, ["a0"])
             if orjson.loads(frames[2])["cmd"] == "drain":
-                return [b"KVA1", frames[1], b'{"ok": true, "data": "drained"}']
-            return [b"KVA1", frames[1], b'{"ok": false, "error": {"code": "unknown-agent", "message": "no a0"}}']
+                return said(frames, "drained")
+            return refused(frames, "unknown-agent", "no a0")
 
         def itself(frames: list[bytes]) -> list[bytes]:
             asked.append(orjson.loads(frames[2])["cmd"])
-            return [b"KVA1", frames[1], b'{"ok": true, "data": "itself"}']
+            return said(frames, "itself")
 
         asked: list[str] = []
-        observer, agent = router(socket_directory / RELAY_SOCKET, relay), router(socket_directory / "a0.sock", itself)
+        observer, agent = (
+            agent_at(socket_directory / RELAY_SOCKET, relay),
+            agent_at(socket_directory / "a0.sock", itself),
+        )
         with observer, agent as endpoint, Fanout() as fanout:
             fanout.use_observer(socket_directory, LONG_NS)
             replies = fanout.ask([(endpoint, HELLO), (endpoint, Call("drain"))], LONG_NS)
@@ -345,10 +292,10 @@ class TestObserver:
     def test_an_agent_that_does_not_know_itself_is_asked_once(self, socket_directory: Path) -> None:
         def unknown(frames: list[bytes]) -> list[bytes]:
             asked.append(frames[1])
-            return [b"KVA1", frames[1], b'{"ok": false, "error": {"code": "unknown-agent", "message": "no a0"}}']
+            return refused(frames, "unknown-agent", "no a0")
 
         asked: list[bytes] = []
-        with router(socket_directory / "a0.sock", unknown) as endpoint:
+        with agent_at(socket_directory / "a0.sock", unknown) as endpoint:
             (reply,) = ask(endpoint, HELLO)
         assert reply.fault == Fault("a0", "unknown-agent", "no a0")
         assert len(asked) == 1
@@ -372,13 +319,13 @@ class TestObserver:
         def relay(frames: list[bytes]) -> list[bytes]:
             if not frames[3]:
                 names = [f"agent-{number}" for number in range(8)]
-                return [b"KVA1", frames[1], orjson.dumps({"ok": True, "data": names})]
-            return [b"KVA1", frames[1], b'{"ok": false, "error": {"code": "unknown-agent", "message": ""}}']
+                return said(frames, names)
+            return refused(frames, "unknown-agent", "")
 
         monkeypatch.setattr(Fanout, "_connections_allowed", allowed)
         monkeypatch.setattr(Fanout, "_put", counting)
         agents = mixed_agents(socket_directory, answering=8, silent=0)
-        with router(socket_directory / RELAY_SOCKET, relay), agents as endpoints, Fanout() as fanout:
+        with agent_at(socket_directory / RELAY_SOCKET, relay), agents as endpoints, Fanout() as fanout:
             fanout.use_observer(socket_directory, LONG_NS)
             replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], LONG_NS)
         assert [reply.data for reply in replies] == [{}] * 8
@@ -391,7 +338,7 @@ class TestObserver:
             asked.append(frames[1])
 
         asked: list[bytes] = []
-        with router(socket_directory / RELAY_SOCKET, silent), Fanout() as fanout:
+        with agent_at(socket_directory / RELAY_SOCKET, silent), Fanout() as fanout:
             pauses_ns = []
             for shortest_ns in (1, 1, 1, 1, LONG_NS, LONG_NS):
                 monkeypatch.setattr(fanout_module, "SHORTEST_PAUSE_NS", shortest_ns)
@@ -403,9 +350,9 @@ class TestObserver:
 
     def test_one_whose_socket_is_gone_is_at_fault_before_the_time_limit(self, socket_directory: Path) -> None:
         def silent(frames: list[bytes]) -> list[bytes] | None:
-            return None if frames[3] else [b"KVA1", frames[1], b'{"ok": true, "data": ["a0"]}']
+            return None if frames[3] else said(frames, ["a0"])
 
-        with router(socket_directory / RELAY_SOCKET, silent), Fanout() as fanout:
+        with agent_at(socket_directory / RELAY_SOCKET, silent), Fanout() as fanout:
             fanout.use_observer(socket_directory, LONG_NS)
             (reply,) = fanout.ask([(Endpoint("a0", socket_directory / "a0.sock"), HELLO)], LONG_NS)
         assert reply.fault == Fault("a0", FaultCode.UNREACHABLE, "its process ended before it answered")
@@ -413,9 +360,7 @@ class TestObserver:
     def test_without_one_there_are_no_names(self, socket_directory: Path) -> None:
         with Fanout() as fanout:
             assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
-            with router(
-                socket_directory / RELAY_SOCKET, lambda frames: [b"KVA1", frames[1], b'{"ok": true, "data": 5}']
-            ):
+            with agent_at(socket_directory / RELAY_SOCKET, lambda frames: said(frames, 5)):
                 assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
             assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
 
@@ -424,13 +369,10 @@ class TestObserver:
 def mixed_agents(directory: Path, answering: int, silent: int) -> Iterator[list[Endpoint]]:
     """Endpoints of silent agents, followed by those of agents that answer."""
 
-    def hello(frames: list[bytes]) -> list[bytes]:
-        return [b"KVA1", frames[1], b'{"ok": true, "data": {}}']
-
     with ExitStack() as stack:
         names: list[tuple[str, Any]] = [*((f"silent-{number}", lambda frames: None) for number in range(silent))]
-        names += [(f"agent-{number}", hello) for number in range(answering)]
-        yield [stack.enter_context(router(directory / f"{name}.sock", answer)) for name, answer in names]
+        names += [(f"agent-{number}", lambda frames: said(frames, {})) for number in range(answering)]
+        yield [stack.enter_context(agent_at(directory / f"{name}.sock", answer)) for name, answer in names]
 
 
 def test_silent_agents_leave_the_window_and_delay_nobody(
@@ -454,7 +396,7 @@ def test_an_agent_that_cannot_be_reached_without_descriptors_is_at_fault(
 
     monkeypatch.setattr(fanout_module, "probe", probe)
     monkeypatch.setattr(fanout_module, "shortage", lambda wanted: "descriptors are short" if wanted == 1 else None)
-    with router(socket_directory / "mute.sock", lambda frames: None) as endpoint:
+    with agent_at(socket_directory / "mute.sock", lambda frames: None) as endpoint:
         (reply,) = ask(endpoint, HELLO, timeout_ns=FAST_NS)
     assert reply.fault == Fault("mute", FaultCode.TIMEOUT, "was not reached: descriptors are short")
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import click
 import pytest
 
-from kvctl.commands.registry import COMMANDS, load
 from kvctl.render.glossary import COMMON, entries, tables
 from kvctl.render.layers import _STAGES
 from kvctl.render.view import View
 from kvctl_agent.contract.states import STAGES
+from tests.support.cli_commands import commands
 
-
-def views(command: click.Command) -> Iterator[View]:
-    if (view := getattr(command, "view", None)) is not None:
-        yield from (each for _, each in tables(view))
-    for child in command.commands.values() if isinstance(command, click.Group) else ():
-        yield from views(child)
-
-
-VIEWS = {view.name: view for name in COMMANDS if (command := load(name)) is not None for view in views(command)}
+VIEWS = {
+    each.name: each
+    for command in commands().values()
+    if (view := getattr(command, "view", None)) is not None
+    for _, each in tables(view)
+}
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

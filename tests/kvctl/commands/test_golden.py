@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from docs import json_schema
-from kvctl.commands.registry import COMMANDS as TOP
-from kvctl.commands.registry import load
+from tests.support.cli_commands import commands
 
 COMMANDS = {
     "status": ("status",),
@@ -162,22 +161,12 @@ def test_special_formats(
     golden(name, printed(name, kvctl(*args)))
 
 
-def leaves(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    if isinstance(command, click.Group):
-        for name, child in command.commands.items():
-            yield from leaves(child, (*path, name))
-    else:
-        yield path, command
-
-
 def test_no_view_is_forgotten() -> None:
     """Every command with a view is in one of the lists above."""
     listed = {args[:length] for args in COMMANDS.values() for length in (1, 2)} | NOT_HERE
-    for name in TOP:
-        command = load(name)
-        assert command is not None
-        for path, leaf in leaves(command, (name,)):
-            assert getattr(leaf, "view", None) is None or path in listed or path[:1] in NOT_HERE, path
+    for path, command in commands().items():
+        if not isinstance(command, click.Group):
+            assert getattr(command, "view", None) is None or path in listed or path[:1] in NOT_HERE, path
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,14 @@ import pytest
 
 from kvctl.cli import cli
 from kvctl.commands.options import GlobalOptions, KvctlGroup
-from kvctl.commands.registry import COMMANDS, load
+from tests.support.cli_commands import commands
 
 POINTER = "Global options (-e, -l, -o, --filter, -w, --from, ...): kvctl help options"
 # Characters that the shell interprets.
 _END = re.compile(r"\s(?:\||>|&&|\|\|)\s")
 
 
-def walk(path: tuple[str, ...], command: click.Command) -> Iterator[tuple[tuple[str, ...], GlobalOptions]]:
-    assert isinstance(command, GlobalOptions)
-    yield path, command
-    if isinstance(command, click.Group):
-        for name, child in command.commands.items():
-            yield from walk((*path, name), child)
-
-
-def commands() -> dict[tuple[str, ...], GlobalOptions]:
-    loaded = {name: load(name) for name in COMMANDS}
-    return {path: each for name, command in loaded.items() if command for path, each in walk((name,), command)}
-
-
-ALL = commands()
+ALL = {path: each for path, each in commands().items() if isinstance(each, GlobalOptions)}
 EXAMPLES = [(path, line) for path, command in {(): cli, **ALL}.items() for _, line in command.examples]
 every = pytest.mark.parametrize("path", ALL, ids=" ".join)
 # They start fleets, need a terminal, wait, or change agents; they are tested elsewhere.

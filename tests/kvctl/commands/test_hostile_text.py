@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import click
 import pytest
 
 from kvctl.commands.options import GlobalOptions
-from kvctl.commands.registry import COMMANDS, load
 from kvctl.commands.settings import OUTPUTS
 from kvctl_agent.contract.admin import ErrorCode
 from tests.support.answers import refusal
+from tests.support.cli_commands import commands
 
 # ESC and a title for the terminal, one-byte CSI, a backspace, NEL, overrides and isolates of direction, zero width,
 # a tag character, and a carriage return.
@@ -54,21 +53,11 @@ def poisoned(value: Any, key: str = "") -> Any:
     return value
 
 
-def leaves(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    if isinstance(command, click.Group):
-        for name, child in command.commands.items():
-            yield from leaves(child, (*path, name))
-    elif isinstance(command, GlobalOptions):
-        yield path
-
-
-def commands() -> list[tuple[str, ...]]:
-    return [
-        path
-        for name in COMMANDS
-        if name not in NOT_HERE and (command := load(name)) is not None
-        for path in leaves(command, (name,))
-    ]
+LISTED = [
+    path
+    for path, command in commands().items()
+    if path[0] not in NOT_HERE and isinstance(command, GlobalOptions) and not isinstance(command, click.Group)
+]
 
 
 @pytest.fixture
@@ -90,7 +79,7 @@ def raw(text: str) -> list[str]:
     return [each for each in text if not each.isprintable() and each not in "\n\t"]
 
 
-@pytest.mark.parametrize("path", commands(), ids=" ".join)
+@pytest.mark.parametrize("path", LISTED, ids=" ".join)
 def test_no_format_prints_raw_text_of_an_agent(
     path: tuple[str, ...], hostile_fleet: None, toy_codes: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.host.keys import KeyPair, secret_text
 from kvctl_agent.protocol import bootstrap_registry as registry
 from tests.support.polling import until
+from tests.support.routers import router, said
 
 S = 1_000_000_000
 ELSEWHERE = "node-7"
@@ -288,22 +289,15 @@ def test_a_malformed_url_is_a_usage_error(url: str) -> None:
         [dict.fromkeys(("name", "role", "host", "admin", "socket", "address"), "x") | {"heard_ns": "soon"}],
     ],
 )
-def test_an_answer_of_another_shape_is_refused(data: Any, zmq_context: Any) -> None:
-    with zmq_context.socket(zmq.ROUTER) as server:
-        port = server.bind_to_random_port("tcp://127.0.0.1")
-
-        def answer() -> None:
-            identity, magic, number, _ = server.recv_multipart()
-            server.send_multipart([identity, magic, number, json.dumps({"ok": True, "data": data}).encode()])
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(SourceError, match="not valid: update kvctl"):
-            find(f"registry://127.0.0.1:{port}")
-        thread.join()
+def test_an_answer_of_another_shape_is_refused(data: Any) -> None:
+    with (
+        router("tcp://127.0.0.1:*", answer=lambda frames: said(frames, data)) as address,
+        pytest.raises(SourceError, match="not valid: update kvctl"),
+    ):
+        find(address.replace("tcp", "registry"))
 
 
-def test_a_row_with_a_wrong_endpoint_harms_no_other(zmq_context: Any, tmp_path: Path) -> None:
+def test_a_row_with_a_wrong_endpoint_harms_no_other(tmp_path: Path) -> None:
     row = {"name": "a", "role": "decode", "host": ELSEWHERE, "socket": "", "address": "10.0.0.9", "heard_ns": 0}
     silent = {**row, "name": "left", "admin": "tcp://10.0.0.9:7312", "heard_ns": 90 * S}
     # libzmq refuses a host name that begins with a dash, which would end all of kvctl's queries.
@@ -316,18 +310,10 @@ def test_a_row_with_a_wrong_endpoint_harms_no_other(zmq_context: Any, tmp_path: 
         {**row, "admin": "tcp://0.0.0.0:7311"},
         silent,
     ]
-    with zmq_context.socket(zmq.ROUTER) as server, socket.socket(socket.AF_UNIX) as other:
+    listing = router("tcp://127.0.0.1:*", answer=lambda frames: said(frames, rows))
+    with listing as address, socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "docker"))
-        port = server.bind_to_random_port("tcp://127.0.0.1")
-
-        def answer() -> None:
-            identity, magic, number, _ = server.recv_multipart()
-            server.send_multipart([identity, magic, number, json.dumps({"ok": True, "data": rows}).encode()])
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        found = find(f"registry://127.0.0.1:{port}")
-        thread.join()
+        found = find(address.replace("tcp", "registry"))
     assert [each.address for each in found.endpoints] == ["tcp://10.0.0.9:7311"]
     assert {fault.agent for fault in found.faults} == {
         "long",
@@ -391,40 +377,31 @@ def test_a_decode_rank_whose_engine_sleeps_has_not_vanished(
 
 
 def test_a_silent_rank_that_does_not_answer_is_asked_once_and_briefly(
-    zmq_context: Any, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry_source, "_HELLO_NS", 3 * S)  # what a busy host needs for the one that answers
     mute, other = socket_directory / "mute.sock", socket_directory / "other.sock"
     row = {"role": "decode", "host": socket.gethostname(), "admin": "", "address": "", "heard_ns": 90 * S}
     rows = [{**row, "name": path.stem, "socket": str(path)} for path in (mute, other)]
+    asked: list[bytes] = []
+
+    def hello(frames: list[bytes]) -> list[bytes]:
+        asked.append(frames[2])
+        return said(frames, {"name": "decode-7"})
+
     with (
-        zmq_context.socket(zmq.ROUTER) as server,
-        zmq_context.socket(zmq.ROUTER) as hanging,
-        zmq_context.socket(zmq.ROUTER) as namesake,
+        router("tcp://127.0.0.1:*", answer=lambda frames: said(frames, rows)) as address,
+        router(f"ipc://{mute}", answer=lambda frames: asked.append(frames[2])),
+        router(f"ipc://{other}", answer=hello),
     ):
-        port = server.bind_to_random_port("tcp://127.0.0.1")
-        hanging.bind(f"ipc://{mute}")
-        namesake.bind(f"ipc://{other}")
-
-        def answer() -> None:
-            for asked, data in ((server, rows), (namesake, {"name": "decode-7"}), (server, rows)):
-                asked.rcvtimeo = 60_000
-                identity, magic, number, _ = asked.recv_multipart()
-                asked.send_multipart([identity, magic, number, json.dumps({"ok": True, "data": data}).encode()])
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        source = open_source(f"registry://127.0.0.1:{port}", NO_KEYS)
+        source = open_source(address.replace("tcp", "registry"), NO_KEYS)
         began = time.monotonic()
         for _ in range(2):
             found = source.find(time.monotonic_ns() + 60 * S)
             assert (found.endpoints, found.faults) == ((), ())
             assert {gone.endpoint.name for gone in found.gone} == {"mute", "other"}
-        thread.join()
         assert time.monotonic() - began < 30, "not the time limit of the source"
-        assert hanging.poll(60_000)
-        assert json.loads(hanging.recv_multipart()[-1])["cmd"] == "hello"
-        assert not hanging.poll(0)
+        assert [json.loads(body)["cmd"] for body in asked] == ["hello", "hello"]
 
 
 def test_the_ranks_are_asked_while_their_registry_is_down(remote: Any, keys: Keys) -> None:
