@@ -25,12 +25,6 @@ def agent(name: str, incarnation: str, host: str = "", **data: Any) -> AgentAnsw
     return AgentAnswer(Endpoint(name, Path(f"/{host}{incarnation}")), hello, 1, ClockOffset(0, 0), data)
 
 
-def test_names_that_one_agent_has_alone_stay() -> None:
-    agents = [agent("decode-0", ONE, "n1", status={"name": "decode-0"}), agent("decode-1", OTHER, "n1")]
-    rename_duplicates(agents)
-    assert [each.name for each in agents] == ["decode-0", "decode-1"]
-
-
 @pytest.mark.parametrize(
     ("hosts", "names"),
     [

@@ -191,13 +191,6 @@ def test_many_agents_that_fail_cost_as_much_each_as_one(monkeypatch: pytest.Monk
     assert looked <= 4 * len(replies)
 
 
-def test_what_the_agent_refuses_keeps_its_code(start: Any, socket_directory: Path) -> None:
-    start("decode-1")
-    (reply,) = ask(Endpoint("decode-1", socket_directory / "decode-1.sock"), Call("room", {"room": "1"}))
-    assert reply.fault is not None
-    assert (reply.fault.code, reply.fault.agent) == ("unknown-room", "decode-1")
-
-
 def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path) -> None:
     start("decode-0")
     endpoint = Endpoint("decode-0", socket_directory / "decode-0.sock")

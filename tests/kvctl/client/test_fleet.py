@@ -12,8 +12,6 @@ from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Fleet, Survey
-from kvctl_agent.contract.admin import ErrorCode
-from tests.support.answers import refusal
 
 SECOND_NS = 1_000_000_000
 
@@ -45,14 +43,6 @@ def test_an_agent_of_another_protocol_is_named_and_not_asked_on(start: Any) -> N
     (fault,) = found.faults
     assert (fault.agent, fault.code) == ("newer", "protocol")
     assert "update kvctl" in fault.message
-
-
-def test_a_refused_command_is_a_fault_of_that_agent_only(start: Any) -> None:
-    start("decode-0")
-    start("decode-1", {"peers": refusal(ErrorCode.NOT_PERMITTED, "peers needs level operate")})
-    found = survey(Call("peers"))
-    assert [agent.name for agent, _ in found.answers("peers")] == ["decode-0"]
-    assert [(fault.agent, fault.code) for fault in found.faults] == [("decode-1", "not-permitted")]
 
 
 def test_repeated_surveys_reuse_the_discovered_agents_until_a_fault(start: Any) -> None:

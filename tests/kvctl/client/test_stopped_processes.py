@@ -95,25 +95,6 @@ def test_it_is_named_however_often_one_looks(other: subprocess.Popen[bytes], sta
     assert kvctl("stacks", "-e", "decode-9", "--timeout", "60s", "-o", "json").code in {0, 6}  # it listens again
 
 
-def test_one_that_ends_while_it_is_asked_does_not_hang(
-    other: subprocess.Popen[bytes], kvctl: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvctl.client import fleet
-
-    asked = fleet.discover
-
-    def kill_once_found(*wanted: Any) -> Any:
-        found = asked(*wanted)
-        other.kill()
-        other.wait()
-        return found
-
-    monkeypatch.setattr(fleet, "discover", kill_once_found)
-    outcome = kvctl("status", "--timeout", "60s")
-    assert outcome.code == 3
-    assert "decode-9: its process ended before it answered" in outcome.err
-
-
 def test_kvctl_itself_says_when_it_has_too_few_descriptors(start: Any, socket_directory: Path) -> None:
     start("decode-0")
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10)); import kvctl.cli as c; c.main()"

@@ -82,12 +82,6 @@ def test_a_bug_of_ours_is_unknown(fleet: Any, kvctl: Any, monkeypatch: pytest.Mo
     assert (outcome.code, outcome.out) == (3, "KVCTL UNKNOWN - kvctl failed: ZeroDivisionError: boom\n")
 
 
-def test_nobody_there_is_critical(calm: None, kvctl: Any) -> None:
-    outcome = kvctl("check", "rooms")
-    assert outcome.code == 2
-    assert outcome.out.startswith("KVCTL ROOMS CRITICAL - no agent found")
-
-
 def test_who_hangs_is_critical_everywhere_and_told_once(calm: None, hang: Any, start: Any, kvctl: Any) -> None:
     hang("hung")
     start("decode-0")
@@ -118,7 +112,3 @@ def test_every_form_has_the_same_status(form: str, toy_codes: None, fleet: Any, 
         assert rows["staging"]["values"]["ring"] == 0.375
     if form == "prom":
         assert 'kvctl_check_findings{code="KV_RING_FULL",severity="warning"} 1\n' in outcome.out
-
-
-def test_the_format_may_stand_before_the_command(calm: None, fleet: Any, kvctl: Any) -> None:
-    assert json.loads(kvctl("-o", "json", "check", "ready").out)["schema"] == "kvctl.check/1"

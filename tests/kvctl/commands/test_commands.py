@@ -106,11 +106,6 @@ def test_a_filter_that_leaves_nothing_is_not_a_fleet_without_any(
     assert kvctl(*command, "--filter", "agent=nobody", "-o", "table").out == "no rows match --filter\n"
 
 
-def test_states_are_asked_of_the_agent(fleet: Any, kvctl: Any) -> None:
-    outcome = kvctl("rooms", "--state", "waitingforinput", "-o", "json")
-    assert {row["state"] for row in data(outcome.out)} == {"WaitingForInput"}
-
-
 def test_a_cut_list_says_so(fleet: Any, kvctl: Any) -> None:
     assert "only the first 1 are shown: raise --limit" in kvctl("rooms", "-n", "1").err
     assert kvctl("rooms", "-n", "1", "-q").err == ""

@@ -93,7 +93,7 @@ def test_every_command_has_a_word_of_help(ask: Ask) -> None:
 def test_agents_and_rooms_are_the_living_ones(
     fleet: Any, leave_stale: Any, canned: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave_stale("dead")
+    directory = leave_stale("dead").parent
     monkeypatch.setattr(completion, "_ANSWER_NS", (60 * 10**9,))  # a busy machine answers late
     assert list(ask("-e", "")) == sorted(fleet)
     assert list(ask("peers", "diff", "prefill-0", "dec")) == ["decode-0", "decode-1"]
@@ -102,6 +102,7 @@ def test_agents_and_rooms_are_the_living_ones(
     assert "Failed on " in found["6"]
     assert list(ask("layers", "--room", "18")) == [canned.ROOM]
     assert list(ask("-e", "nobody", "rooms", "show", "")) == []
+    assert list(ask("drain", "", KVCTL_ENDPOINT=f"ipc://{directory}/decode-1.sock")) == ["decode-1"]
 
 
 def test_a_hung_agent_and_a_broken_file_are_met_with_silence(start: Any, hang: Any, tmp_path: Path, ask: Ask) -> None:

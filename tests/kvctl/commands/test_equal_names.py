@@ -153,11 +153,6 @@ def test_a_mute_names_one_of_them(hosts: Hosts, kvctl: Any) -> None:
     assert not any(row["draining"] for row in rows(kvctl("status", "-o", "json")))
 
 
-def test_a_lane_is_probed_between_agents_of_one_host(hosts: Hosts, kvctl: Any) -> None:
-    found = rows(kvctl("peers", "probe", "prefill-0@n2", "decode-0@n2", "-o", "json"))
-    assert {(row["agent"], row["peer"]) for row in found} == {("prefill-0@n2", "decode-0@n2")}
-
-
 CLOCK = re.compile(r"clocks: n2 \+\d+(?:\.\d+)? ms ± \d+(?:\.\d+)? (?:ms|µs), corrected")
 
 

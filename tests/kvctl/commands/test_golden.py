@@ -15,7 +15,6 @@ import click
 import pytest
 import yaml
 
-from docs import json_schema
 from tests.support.cli_commands import commands
 
 COMMANDS = {
@@ -137,11 +136,6 @@ def test_columns(fleet: Any, context: None, kvctl: Any, terminal: Any, golden: G
         terminal(width)
         found += [f"{name} at {width}: {line}" for name in COMMANDS for line in titles(kvctl(*COMMANDS[name]).out)]
     golden("columns.txt", "\n".join([*sorted(found), ""]))
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_json_is_as_documented(name: str, fleet: Any, context: None, kvctl: Any) -> None:
-    assert json_schema.document_conflicts(json.loads(kvctl(*COMMANDS[name], "-o", "json").out)) == []
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ def changing(canned: Any, name: str, *answers: dict[str, Any]) -> Any:
     return {"status": lambda _: {**canned.status(name), **next(rest)}}
 
 
-IDLE: dict[str, Any] = {"rooms": {}, "draining": True}
-
-
 def test_ready_at_once(fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("wait", "--for", "ready")
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "kvctl: 4 agents ready\n")
@@ -83,14 +80,6 @@ def test_drained_when_no_room_is_active(start: Any, kvctl: Any, canned: Any) -> 
     start("decode-0", changing(canned, "decode-0", busy, {"draining": True, "rooms": {"Success": 1}}))
     outcome = kvctl("wait", "--for", "drained")
     assert (outcome.code, outcome.err) == (0, "kvctl: 1 agent drained\n")
-
-
-def test_who_takes_new_rooms_will_never_be_drained(start: Any, kvctl: Any, canned: Any) -> None:
-    start("decode-0", changing(canned, "decode-0", {"draining": False}))
-    start("decode-1", changing(canned, "decode-1", IDLE))
-    outcome = kvctl("wait", "--for", "drained")
-    assert (outcome.code, outcome.err) == (1, "kvctl: decode-0 takes new rooms: kvctl drain decode-0\n")
-    assert kvctl("wait", "--for", "drained", "-e", "decode-1").code == 0
 
 
 def test_a_room_that_is_past_the_state_has_reached_it(fleet: Any, kvctl: Any, canned: Any) -> None:

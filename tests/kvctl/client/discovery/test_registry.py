@@ -202,15 +202,6 @@ def test_agents_of_another_host_without_an_endpoint_are_named_with_the_remedy(ma
     assert all("has only a Unix socket, on host node-7: set admin_endpoint" in fault.message for fault in found.faults)
 
 
-def test_a_registry_that_is_restarted_lists_its_ranks_again(remote: Any, keys: Keys) -> None:
-    listed(url_of(remote), keys.names)
-    remote.prefill[0].close()
-    with pytest.raises(SourceError, match="nobody listens there: is rank 0 of the prefill instance running"):
-        find(url_of(remote), keys.names)
-    remote.prefill[0] = remote.prefill_agent(0).start()
-    listed(url_of(remote), keys.names)
-
-
 class OldRank(msgspec.Struct, frozen=True):
     """`Rank` as agents of before this list send it."""
 
