@@ -12,6 +12,7 @@ import fnmatch
 import os
 import re
 import socket
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -340,6 +341,15 @@ def agent_pid(socket: Path) -> int | None:
         return pid if any(os.path.samestat(status, each) for each in _open_files(pid)) else None
     except (OSError, ValueError):
         return None
+
+
+def listener_pid(path: Path) -> int | None:
+    """Returns the id of the process that listens on a Unix socket; None if there is none or it is not visible."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+        if client.connect_ex(os.fspath(path)) != 0:
+            return None
+        pid: int = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    return pid or None
 
 
 def is_stopped(pid: int) -> bool:

@@ -29,13 +29,13 @@ import orjson
 import zmq
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint, agent_pid, is_stopped, probe
+from kvctl.client.endpoints import Endpoint, agent_pid, is_stopped, listener_pid, probe
 from kvctl.client.faults import Fault, FaultCode, stopped, timed_out
 from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.addresses import parse_endpoint
-from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, RELAY_SOCKET, ErrorCode
+from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, OBSERVER_SOCKET, RELAY_SOCKET, ErrorCode
 from kvctl_agent.host import resolver
 from kvctl_agent.host.sockets import UntrustedPathError, shortage
 
@@ -619,8 +619,12 @@ def _ended(endpoint: Endpoint) -> Fault | None:
 
 def _timeout_fault(endpoint: Endpoint, timeout_ns: int) -> Fault:
     local = endpoint.path is not None
-    if endpoint.path is not None and (pid := agent_pid(endpoint.path)) is not None and is_stopped(pid):
-        return stopped(endpoint.name, pid)
+    if endpoint.path is not None:
+        listening = listener_pid(endpoint.path)  # None if more clients wait than the socket's backlog has room for
+        for whose, path in (("its process", endpoint.path), ("its observer", endpoint.path.with_name(OBSERVER_SOCKET))):
+            pid = agent_pid(path)
+            if pid is not None and listening in (None, pid) and is_stopped(pid):
+                return stopped(endpoint.name, whose, pid)
     if local and (text := shortage(1)) is not None:
         return Fault(endpoint.name, FaultCode.TIMEOUT, f"was not reached: {text}")
     return _ended(endpoint) or timed_out(endpoint.name, timeout_ns, local=local)

@@ -54,9 +54,9 @@ SILENT = frozenset({FaultCode.TIMEOUT.value, FaultCode.STOPPED.value, FaultCode.
 """Fault codes of agents that exist but do not answer."""
 
 
-def stopped(agent: str, pid: int) -> Fault:
-    """Returns the fault of an agent whose process is stopped."""
-    return Fault(agent, FaultCode.STOPPED, f"its process {pid} is stopped; `kill -CONT {pid}` lets it go on")
+def stopped(agent: str, whose: str, pid: int) -> Fault:
+    """Returns the fault of an agent for which a stopped process would answer: its own, or its observer's."""
+    return Fault(agent, FaultCode.STOPPED, f"{whose} {pid} is stopped; `kill -CONT {pid}` lets it go on")
 
 
 def metrics_only(agent: str, command: str) -> Fault:

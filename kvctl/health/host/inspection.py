@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvctl.client.endpoints import Endpoint, agent_pid
+from kvctl.client.endpoints import Endpoint, agent_pid, listener_pid
 from kvctl.client.faults import Fault, FaultCode, silence, silent_hosts
 from kvctl.client.fleet import Survey
 from kvctl.health.answers import inner, number, text, texts
@@ -18,7 +18,7 @@ from kvctl.health.host import engines, system
 from kvctl.health.host import sglang as sglang_servers
 from kvctl.health.host import vllm as vllm_servers
 from kvctl.health.host.engines import NixlWriter
-from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
+from kvctl.health.host.view import Fact, HostView, LocalAgent
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl_agent.contract import VERSION, vllm
 

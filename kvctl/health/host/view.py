@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
-import struct
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,12 +114,3 @@ class HostView:
                 words = line.split()
                 state, inode = (words[3], words[9]) if len(words) > 9 else ("", "")
                 yield int(words[1].rpartition(":")[2], 16), state, inode
-
-
-def listener_pid(path: Path) -> int | None:
-    """Returns the id of the process that listens on a Unix socket; None if there is none or it is not visible."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
-        if client.connect_ex(os.fspath(path)) != 0:
-            return None
-        pid: int = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    return pid or None

@@ -97,7 +97,7 @@ def test_a_stopped_process_is_told_from_a_cut_network():
     (cut,) = fleet.find("KV_PEER_LOST")
     assert "but it answers kvctl" in cut.cause
     fleet.gone("prefill-1")
-    fleet.faults.append(stopped("prefill-1", 4243))
+    fleet.faults.append(stopped("prefill-1", "its process", 4243))
     (found,) = fleet.find("KV_PEER_LOST")
     assert found.cause.startswith("decode-0 heard nothing from prefill-1 for 9 s: its process 4243 is stopped")
     assert found.remedy == "`kill -CONT 4243` lets it go on"

@@ -227,7 +227,7 @@ def test_a_request_whose_turn_has_not_come_is_not_unanswered():
 @pytest.mark.parametrize(
     ("fault", "resume"),
     [
-        (stopped("prefill-0", 4242), "or end it: `kill -CONT 4242` lets it go on"),
+        (stopped("prefill-0", "its process", 4242), "or end it: `kill -CONT 4242` lets it go on"),
         (timed_out("prefill-0", 2 * S, local=True), "or end it: `kvctl agents --timeout 10s` waits longer"),
         (None, "or end it: `kvctl stacks -e prefill-0` shows what its threads do"),
     ],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvctl.cli import run
 from kvctl_agent.contract.admin import ENDED_SUFFIX, MAGIC, OBSERVER_SOCKET, RELAY_SOCKET, region_directory
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.host.sockets import prune_black_boxes
@@ -287,3 +291,34 @@ class TestEndOfTheWorker:
         process.kill()
         until(lambda: not at(directory).exists(), "end of the service")
         assert list(region_directory(directory).iterdir()) == []
+
+
+class TestStoppedObserver:
+    def test_kvctl_names_it_whenever_it_is_stopped(
+        self, elsewhere: Any, directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """At any time: while it starts to serve, while clients ask, and with a full backlog of clients."""
+        monkeypatch.setenv("KVCTL_SOCKET_DIR", os.fspath(directory))
+        elsewhere("decode-0,decode-1")
+        dice, clients = random.Random(7), contextlib.ExitStack()
+        with clients:
+            for attempt in range(6):
+                time.sleep(dice.random() * 0.3)
+                pid = observer(directory)
+                os.kill(pid, signal.SIGSTOP)
+                for path in (at(directory), at(directory, "decode-1")) if attempt == 5 else ():
+                    while (client := clients.enter_context(socket.socket(socket.AF_UNIX))) is not None:
+                        client.setblocking(False)
+                        if client.connect_ex(os.fspath(path)) != 0:
+                            break
+                began = time.monotonic()
+                assert run(["status", "--timeout", "1s"]) == 4
+                assert time.monotonic() - began < 10  # on a machine with other work
+                said = f"decode-0, decode-1: its observer {pid} is stopped; `kill -CONT {pid}` lets it go on"
+                assert said in capsys.readouterr().err
+                os.kill(pid, signal.SIGCONT)
+                clients.close()
+                until(lambda: run(["agents", "--timeout", "10s"]) == 0, "answers")
+        os.kill(observer(directory), signal.SIGSTOP)
+        end_observer(directory, signal.SIGKILL)
+        until(lambda: run(["agents", "--timeout", "10s"]) == 0, "another observer")

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvctl.client.endpoints import Discovery, Endpoint
+from kvctl.client.endpoints import Discovery, Endpoint, listener_pid
 from kvctl.client.faults import Fault, FaultCode, timed_out
 from kvctl.client.fleet import Survey
 from kvctl.health.finding import Severity
 from kvctl.health.host import engines, system
 from kvctl.health.host.inspection import explain_faults, inspect, version_fact
-from kvctl.health.host.view import Fact, HostView, LocalAgent, listener_pid
+from kvctl.health.host.view import Fact, HostView, LocalAgent
 from kvctl_agent.contract import VERSION
 from tests.kvctl.health.fleets import Fleet
 from tests.support.host_tree import bonded_roce
