@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import click
 
 from kvctl.commands.output import Output
-from kvctl.lab.bench import scale
-from kvctl.lab.bench.machine import cores, memory_budget_bytes
+from kvctl.lab.bench.machine import memory_budget_bytes
 from kvctl.lab.bench.options import TRANSPORTS, sweep_loads
-from kvctl.lab.bench.presets import ONE_FLEET, POINT_SECONDS, PRESETS, FleetOptions, Preset, on_gpus
+from kvctl.lab.bench.presets import ONE_FLEET, POINT_SECONDS, PRESETS, Preset, in_host_memory, on_gpus
 from kvctl.lab.bench.program import Program
 from kvctl.lab.bench.trace import TraceError, read, scaled
 from kvctl.lab.bench.traffic import Source, poisson, sessions, with_requests
 from kvctl.lab.bench.variants import Variant, expand, waves
 from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import plan as make_plan
-from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes
 
 _TRACE_REQUESTS = 500
 _TRACE_CONCURRENCY = 32
@@ -45,7 +44,7 @@ class BenchRequest:
         options: values by parameter name; values of the preset replace defaults.
         source: requests of --trace or --sessions; None if the requests are generated from --tokens.
         waves: the fleets to run, one wave after the other.
-        notes: remarks for the user, such as what was scaled down.
+        notes: remarks for the user, such as the sizes of a preset in host memory.
     """
 
     options: Mapping[str, Any]
@@ -75,33 +74,28 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
     if options["preset"]:
         preset = on_gpus(options["preset"], options["compute"]) if cuda else PRESETS[options["preset"]]
     notes: list[str] = []
-    parts: list[tuple[tuple[FleetOptions, ...], Mapping[str, Any]]] = [(ONE_FLEET[0], options)]
     if preset is not None:
-        defaults = {name: value for name, value in preset.options.items() if name not in given}
+        if cuda:  # the plan limits rooms in flight to the GPUs' memory, and the time is limited
+            chosen, note = {**preset.options, "point_seconds": POINT_SECONDS}, ""
+        else:
+            chosen, note = in_host_memory(preset, given)
+        notes += [note] if note else []
+        defaults = {name: value for name, value in chosen.items() if name not in given}
         if "sweep" in defaults:
             defaults["sweep"] = tuple((axis, values) for axis, values in defaults["sweep"] if axis not in given)
-        if cuda:  # not scaled: the plan limits rooms in flight to the GPUs' memory, and the time is limited
-            defaults |= {} if "point_seconds" in given else {"point_seconds": POINT_SECONDS}
-        parts = []
-        for fleets in preset.fleets:
-            changed, note = {**options, **defaults}, ""
-            if not cuda:
-                changed, note = _scaled(preset, fleets, changed, given)
-            parts.append((fleets, changed))
-            notes += [note] if note and note not in notes else []
-        options, given = parts[0][1], {*given, *defaults}
+        options, given = {**options, **defaults}, {*given, *defaults}
     _check(options, given)
     seed = secrets.randbits(48) if options["seed"] is None else options["seed"]
     source, source_notes = _source(options, seed)
     notes += source_notes
+    settled = _with_defaults(options, given, source)
+    loads = _loads(preset, settled, source)
     resolved: list[Wave] = []
-    for fleets, part_options in parts:
-        settled = _with_defaults(part_options, given, source)
-        loads = _loads(preset, settled, source)
+    for fleets in ONE_FLEET if preset is None else preset.fleets:
         variants: list[Variant] = []
         for each in fleets:
             merged = {**settled, **{name: value for name, value in each.options.items() if name not in given}}
-            planned = _plan_request(merged, loads, seed, _memory(preset))
+            planned = _plan_request(merged, loads, seed, memory_budget_bytes())
             for variant in expand(planned, merged["transports"], merged["cp_modes"]):
                 variants.append(replace(variant, fleet=each.label))
         resolved += [Wave(tuple(wave), _program(settled)) for wave in waves(variants)]
@@ -242,70 +236,14 @@ def _source(options: Mapping[str, Any], seed: int) -> tuple[Source | None, list[
 
 
 def _loads(preset: Preset | None, options: Mapping[str, Any], source: Source | None) -> tuple[Load, ...]:
+    """Returns the loads; those of a preset have as many rooms as the published table, unless --rooms is given."""
     try:
-        if preset is not None and source is None:
-            return _filled(preset, options, preset.loads(options))
-        return sweep_loads(options["concurrency"], options["tokens"], options["sweep"])
+        loads = sweep_loads(options["concurrency"], options["tokens"], options["sweep"])
     except ValueError as error:
         raise _refused("--sweep", str(error)) from error
-
-
-def _filled(preset: Preset, options: Mapping[str, Any], loads: Sequence[Load]) -> tuple[Load, ...]:
-    """Returns a preset's loads with the number of rooms from --rooms or, by default, of the published table."""
-    return tuple(
-        replace(load, rooms=options["rooms"] or load.rooms or preset.rooms(load.concurrency)) for load in loads
-    )
-
-
-def _scaled(
-    preset: Preset, fleets: tuple[FleetOptions, ...], options: dict[str, Any], given: Collection[str]
-) -> tuple[dict[str, Any], str]:
-    """Scales the load of some fleets of a preset to this machine; returns the changed options and a note about it."""
-    geometry = ("layers", "kv_heads", "head_dim")
-    requested = scale.published(options["model"], {name: options[name] for name in geometry})
-    if requested is None:
-        return options, ""
-    kept = {*given, *(["tokens"] if "sweep" in given else [])}
-    least = {name: size for name, size in preset.least.items() if name not in kept}
-    together = len(fleets) * len(options["transports"]) * len(options["cp_modes"])
-    limits = scale.Limits(
-        memory_bytes=_memory(preset) // together,
-        moved_bytes=round(cores() * scale.MOVED_PER_CORE_BYTES),
-        in_flight=preset.in_flight,
-        # Every context-parallel rank has all of a room's KV.
-        copies=1 + max(fleet.options.get("prefill_cp", options["prefill_cp"]) for fleet in fleets),
-    )
-    found = scale.fit(
-        requested,
-        least,
-        loads=lambda divisor: _filled(preset, options, preset.loads(_shortened(options, divisor))),
-        cases=together
-        * max(1, len(options["paths"]))
-        * len(options["pipelines"])
-        * len(options["busy_engines"])
-        * options["repeat"],
-        dtype=options["dtype"],
-        limits=limits,
-    )
-    changed = {name: getattr(found, name) for name in geometry if getattr(found, name) != getattr(requested, name)}
-    return {**_shortened(options, found.tokens), **changed}, scale.scaling_note(preset.name, requested, found)
-
-
-def _memory(preset: Preset | None) -> int:
-    """Returns how many bytes all KV pools and rings together may use; for presets, also limited per core."""
-    budget = memory_budget_bytes()
-    return min(budget, cores() * scale.MEMORY_PER_CORE_BYTES) if preset else budget
-
-
-def _shortened(options: Mapping[str, Any], divisor: int) -> dict[str, Any]:
-    """Returns the options with every prompt length divided by `divisor`."""
-    tokens: Tokens = options["tokens"]
-    sweep = tuple(
-        (axis, list(dict.fromkeys(max(1, value // divisor) for value in values)) if axis == "tokens" else values)
-        for axis, values in options["sweep"]
-    )
-    values = tuple(max(1, value // divisor) for value in tokens.values)
-    return {**options, "sweep": sweep, "tokens": Tokens(values, tokens.low // divisor, tokens.high // divisor)}
+    if preset is None or source is not None:
+        return loads
+    return tuple(replace(load, rooms=options["rooms"] or preset.rooms(load.concurrency)) for load in loads)
 
 
 def _plan_request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, memory_bytes: int) -> PlanRequest:

@@ -1,18 +1,18 @@
 """Published tables that the bench reproduces, each declared as options and columns.
 
-They were measured on racks of GPUs. In host memory the sizes are scaled down to this machine (`kvctl.lab.bench.scale`)
-with a note; with KV pools on GPUs they run as published. Options on the command line replace the preset's.
+They were measured on racks of GPUs. In host memory they run with a small model, and some with shorter prompts, which
+leaves the comparison of paths valid; a note says so. With KV pools on GPUs they run as published. Options on the
+command line replace the preset's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvctl.lab.bench.options import sweep_loads
 from kvctl.lab.bench.preset_views import CP, MULTI_TURN, PIPELINE, PROMPTS, STAGING, STRESS
-from kvctl.lab.ranks.request import Load, Tokens
+from kvctl.lab.ranks.request import Tokens
 from kvctl.render.view import View
 
 Options = Mapping[str, Any]
@@ -28,6 +28,11 @@ class FleetOptions:
 
 ONE_FLEET = ((FleetOptions("", {}),),)
 
+# A minute or two on two cores; larger pools take longer to fill and to verify than to transfer.
+_SMALL: Options = {"layers": 4, "kv_heads": 4, "head_dim": 64}
+_SHORT: Options = {"tokens": Tokens(values=(256,))}
+_SIZES = {"layers": "layers", "kv_heads": "KV heads", "head_dim": "elements per head", "tokens": "tokens per prompt"}
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -38,11 +43,9 @@ class Preset:
         options: values that replace the options' defaults.
         table: columns of the output.
         fleets: fleets that are compared with each other; several lists of them run one after another.
-        loads: returns the loads for the options. If sessions define the requests, they only determine the scaling.
         within: fields that compared rows have in common besides the load.
         rooms: returns the requests of a load from its concurrency, if the load does not define them.
-        least: minimum of layers, KV heads, head dim and tokens when scaled.
-        in_flight: rooms that must fit in memory at once; loads with more are limited by the plan.
+        in_host_memory: values that replace those of `options` with pools in host memory.
     """
 
     name: str
@@ -50,23 +53,9 @@ class Preset:
     options: Options
     table: View
     fleets: tuple[tuple[FleetOptions, ...], ...] = ONE_FLEET
-    loads: Callable[[Options], tuple[Load, ...]] = lambda options: sweep_loads(
-        options["concurrency"], options["tokens"], options["sweep"]
-    )
     within: tuple[str, ...] = ()
     rooms: Callable[[int], int] = lambda concurrency: max(16, concurrency)
-    least: Mapping[str, int] = field(default_factory=lambda: {"layers": 4, "kv_heads": 4, "head_dim": 64, "tokens": 64})
-    in_flight: int = 1024
-
-
-def _session_load(options: Options) -> tuple[Load, ...]:
-    """Returns a load that transfers as many bytes as all turns of all sessions.
-
-    Each turn transfers only its new tokens, so a session transfers as much as one room of its last turn's length.
-    """
-    turn = max(options["tokens"].values) + options["output_tokens"]
-    longest = Tokens(values=(turn * options["turns"],))
-    return (Load(options["sessions"], longest, options["sessions"]),)
+    in_host_memory: Options = field(default_factory=lambda: _SMALL)
 
 
 PRESETS: dict[str, Preset] = {
@@ -82,6 +71,7 @@ PRESETS: dict[str, Preset] = {
                 "sweep": (("concurrency", [1 << power for power in range(11)]),),
             },
             STAGING,
+            in_host_memory={**_SMALL, **_SHORT},
         ),
         Preset(
             "staging-overhead",
@@ -108,6 +98,7 @@ PRESETS: dict[str, Preset] = {
                 },
                 PROMPTS,
                 rooms=lambda concurrency: concurrency,
+                in_host_memory={**_SMALL, **_SHORT},
             )
             for prefill, paths in ((2, ("slice", "staged")), (4, ("bulk", "staged")))
         ),
@@ -127,8 +118,7 @@ PRESETS: dict[str, Preset] = {
             PIPELINE,
             within=("path", "transport"),
             rooms=lambda concurrency: 8 * concurrency,
-            least={"layers": 30, "kv_heads": 2, "head_dim": 16, "tokens": 256},
-            in_flight=8,
+            in_host_memory={"kv_heads": 2, "head_dim": 64},
         ),
         Preset(
             "multi-turn",
@@ -143,7 +133,6 @@ PRESETS: dict[str, Preset] = {
                 "output_tokens": 128,
             },
             MULTI_TURN,
-            loads=_session_load,
         ),
         Preset(
             "stress",
@@ -186,6 +175,20 @@ _PIPELINE_SWEEP_COMPUTED = Preset(
     within=("path", "transport"),
     rooms=lambda concurrency: 8 * concurrency,
 )
+
+
+def in_host_memory(preset: Preset, given: Collection[str]) -> tuple[Options, str]:
+    """Returns the preset's options for pools in host memory, and a note on those that are not as published.
+
+    Args:
+        given: Names of the options on the command line, which replace the preset's. Heads are those of a model that is
+            given.
+    """
+    kept = {*given, *(("kv_heads", "head_dim") if {"model", "kind"} & {*given} else ())}
+    changed = {name: value for name, value in preset.in_host_memory.items() if name not in kept}
+    words = [f"{value.text if isinstance(value, Tokens) else value} {_SIZES[name]}" for name, value in changed.items()]
+    note = f"{preset.name} in host memory has {', '.join(words)}; options on the command line replace them"
+    return {**preset.options, **changed}, note if words else ""
 
 
 def on_gpus(name: str, compute: str) -> Preset:

@@ -28,7 +28,6 @@ def trace(tmp_path: Path) -> str:
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of known size."""
     monkeypatch.setattr("kvctl.commands.bench_request.memory_budget_bytes", lambda: 8 << 30)
-    monkeypatch.setattr("kvctl.commands.bench_request.cores", lambda: 2)
 
 
 def ask(*args: str) -> BenchRequest:
@@ -175,18 +174,24 @@ class TestTraffic:
 
 
 class TestPresets:
-    def test_a_preset_fills_in_what_was_not_given_and_says_what_it_scaled(self):
+    def test_a_preset_fills_in_what_was_not_given_and_says_what_is_not_as_published(self):
         asked = ask("--preset", "stress", "--prefill-tp", "2")
         (fleet,) = asked.waves[0].variants
         assert (fleet.request.prefill, fleet.request.decode) == ((Sizes(tp=2),), Sizes(dp=4))
         assert [(load.concurrency, load.rooms) for load in fleet.request.loads] == [(64, 64)]
-        assert asked.notes[0].startswith("stress is scaled to this machine: ")
+        assert asked.notes == (
+            "stress in host memory has 4 layers, 4 KV heads, 64 elements per head; options on the command line replace "
+            "them",
+        )
 
-    def test_what_is_given_is_not_scaled(self):
+    def test_what_is_given_stays_and_heads_are_those_of_a_given_model(self):
         given = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--tokens", "4096")
-        asked = ask("--preset", "stress", *given)
+        asked = ask("--preset", "p2d4", *given)
         assert asked.notes == ()
-        assert asked.waves[0].variants[0].request.loads[0].tokens == Tokens(values=(4096,))
+        fleet = asked.waves[0].variants[0].request
+        assert (fleet.layers, fleet.loads[0].tokens) == (32, Tokens(values=(4096,)))
+        latent = request("--preset", "stress", "--model", "deepseek-r1")
+        assert (latent.layers, latent.kv_heads, latent.head_dim) == (4, None, None)
 
     def test_fleets_that_are_compared_are_alive_together(self):
         (wave,) = ask("--preset", "staging-overhead").waves
