@@ -21,10 +21,10 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
 from kvctl.lab.bench.baseline import FAIL, PASS, UNDECIDED, compare, lines, load_baseline
-from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.results import Outcome
 from kvctl.lab.bench.rows import with_delta
 from kvctl.lab.bench.session import Session, Steps, measure
+from kvctl.lab.bench.trials import Case
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, PLAN, blocks, contestants, plan_captions, plan_rows, plan_table
 from kvctl.lab.ranks.group import FleetError

@@ -14,9 +14,9 @@ from kvctl.commands.output import Output
 from kvctl.lab.bench.machine import memory_budget_bytes
 from kvctl.lab.bench.options import TRANSPORTS, sweep_loads
 from kvctl.lab.bench.presets import ONE_FLEET, POINT_SECONDS, PRESETS, Preset, in_host_memory, on_gpus
-from kvctl.lab.bench.program import Program
 from kvctl.lab.bench.trace import TraceError, read, scaled
 from kvctl.lab.bench.traffic import Source, poisson, sessions, with_requests
+from kvctl.lab.bench.trials import Program
 from kvctl.lab.bench.variants import Variant, expand, waves
 from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import plan as make_plan

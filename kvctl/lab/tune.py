@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvctl.lab.bench.program import Program
 from kvctl.lab.bench.rows import delta_of, p50_ms, same_choice
 from kvctl.lab.bench.session import Session, Steps, measure
+from kvctl.lab.bench.trials import Program
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.ranks.plan import Plan
 

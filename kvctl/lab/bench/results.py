@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvctl.lab.bench.machine import ROOFLINES, fingerprint
-from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.room_timing import TimedTrial, time_rooms
 from kvctl.lab.bench.rows import mismatches, rounds_of, row_of, with_delta
 from kvctl.lab.bench.traffic import Source, planned_requests
-from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
+from kvctl.lab.bench.trials import LOAD_STRIDE, Case, Trial
 from kvctl.lab.bench.variants import Variant, sizes_text
 from kvctl.lab.ranks.messages import Gpu, Mismatch, Ready
 from kvctl.lab.ranks.plan import Plan, PlannedRank

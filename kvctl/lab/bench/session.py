@@ -22,9 +22,8 @@ from rich.progress import (
 
 from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.machine import rooflines_of
-from kvctl.lab.bench.program import Case, Program
 from kvctl.lab.bench.results import Measured, Results
-from kvctl.lab.bench.trials import Trial, TrialRunner
+from kvctl.lab.bench.trials import Case, Program, Trial, TrialRunner
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.ranks.plan import Plan
 

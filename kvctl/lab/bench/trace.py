@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from kvctl.lab.bench.traffic import Prompt, Traffic
+from kvctl.lab.bench.traffic import Traffic
+from kvctl.lab.ranks.request import Request
 
 BLOCK_TOKENS = 512
 """Tokens per id of `hash_ids`; the last block of a prompt may have fewer."""
@@ -41,7 +42,7 @@ class Trace:
     """
 
     file: str
-    requests: tuple[Prompt, ...]
+    requests: tuple[Request, ...]
     skipped: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -59,7 +60,7 @@ def read(path: Path, most: int) -> Trace:
         TraceError: The file cannot be read, has no request, has a line longer than `MAX_LINE_BYTES`, or has more than
             `MAX_SKIPPED` lines that do not parse.
     """
-    requests: list[Prompt] = []
+    requests: list[Request] = []
     skipped: dict[int, str] = {}
     try:
         with path.open("rb") as file:
@@ -88,7 +89,7 @@ def read(path: Path, most: int) -> Trace:
     return Trace(path.name, tuple(sorted(requests, key=lambda each: each.arrival_ms or 0.0)), skipped)
 
 
-def parse(line: bytes) -> Prompt:
+def parse(line: bytes) -> Request:
     """Parses a line `{"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}`; ignores other keys.
 
     Raises:
@@ -113,7 +114,8 @@ def parse(line: bytes) -> Prompt:
     if not isinstance(stamp, int | float) or isinstance(stamp, bool) or not 0 <= stamp < 1 << 53:
         raise ValueError(f"timestamp is {_kind(stamp)}, not milliseconds from 0 on")
     blocks = tuple(ids)
-    return Prompt(tokens, _whole(row, "output_length", 0, MAX_TOKENS), float(stamp), blocks, blocks)
+    output_tokens = _whole(row, "output_length", 0, MAX_TOKENS)
+    return Request(float(stamp), tokens, output_tokens=output_tokens, blocks=blocks, kept=blocks)
 
 
 def scaled(trace: Trace, tokens_scale: Fraction, speedup: float) -> Traffic:
@@ -126,12 +128,11 @@ def scaled(trace: Trace, tokens_scale: Fraction, speedup: float) -> Traffic:
     first_ms = trace.requests[0].arrival_ms or 0.0
     return Traffic(
         tuple(
-            Prompt(
+            replace(
+                request,
                 tokens=max(1, round(request.tokens * tokens_scale)),
                 output_tokens=round(request.output_tokens * tokens_scale),
                 arrival_ms=None if math.isinf(speedup) else ((request.arrival_ms or 0.0) - first_ms) / speedup,
-                blocks=request.blocks,
-                kept=request.kept,
             )
             for request in trace.requests
         ),

@@ -19,31 +19,10 @@ from kvctl.lab.ranks.request import PlanRequest, Request, Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One request.
-
-    Attributes:
-        tokens: length of the prompt.
-        output_tokens: number of tokens that decode generates.
-        arrival_ms: arrival time after the first request; None in a closed loop.
-        blocks: ids of the prompt's blocks; the last block may be partly filled.
-        kept: ids of the blocks that the prefix cache keeps afterwards, which may include the answer.
-        session: session of the turn, or -1. Turns of a session run one after the other on the same decode dp rank.
-    """
-
-    tokens: int
-    output_tokens: int = 0
-    arrival_ms: float | None = None
-    blocks: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-    session: int = -1
-
-
-@dataclass(frozen=True, slots=True)
 class Traffic:
     """Prompts in the order of their arrival, and the tokens of a block, which need not be whole in a scaled trace."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Request, ...]
     block_tokens: Fraction
 
 
@@ -66,7 +45,7 @@ class Source:
         return Tokens(values=(max(prompt.tokens for prompt in self.traffic.prompts),))
 
 
-def poisson(prompts: Sequence[Prompt], rate_per_s: float, seed: int) -> tuple[Prompt, ...]:
+def poisson(prompts: Sequence[Request], rate_per_s: float, seed: int) -> tuple[Request, ...]:
     """Returns the prompts with arrival times of a Poisson process; the same `seed` gives the same times."""
     source = random.Random(seed)
     at_ms = 0.0
@@ -90,13 +69,14 @@ def sessions(count: int, turns: int, new_tokens: Sequence[int], output_tokens: i
         block_tokens: Tokens of a block, the unit of reuse; the page size.
     """
     lengths = [0] * count
-    prompts: list[Prompt] = []
+    prompts: list[Request] = []
     for _ in range(turns):
         for session in range(count):
             tokens = lengths[session] + new_tokens[len(prompts) % len(new_tokens)]
             lengths[session] = tokens + output_tokens
             prompts.append(
-                Prompt(
+                Request(
+                    arrival_ms=None,
                     tokens=tokens,
                     output_tokens=output_tokens,
                     blocks=_blocks(session, count, -(-tokens // block_tokens)),
@@ -188,12 +168,10 @@ def with_requests(request: PlanRequest, source: Source, shape: PlannedShape) -> 
         capacity = request.memory_bytes // 2 // request.decode.dp // token_bytes(shape)
     routed = route(source.traffic, request.decode.dp, request.decode_run, capacity)
     requests = tuple(
-        Request(
-            arrival_ms=prompt.arrival_ms,
-            tokens=prompt.tokens,
+        replace(
+            prompt,
             prefix_tokens=prefix_tokens,
             output_tokens=prompt.output_tokens if request.decode_ms > 0 else 0,
-            session=prompt.session,
             decode_dp=decode_dp,
         )
         for prompt, (decode_dp, prefix_tokens) in zip(source.traffic.prompts, routed, strict=True)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvctl.lab.bench.fleet import Fleet
-from kvctl.lab.bench.program import Case
 from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.messages import Prepare, Room, Run, RunReport, VerifyReport, planned_room
@@ -28,6 +27,46 @@ _EVENTS_KEPT_ROOMS = 32
 _IDLE_LOOP_S = 0.5
 # The first room on a path waits for kernels to compile and connections to open, so only the second one is timed.
 _SPEED_ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load on one path with one pipeline setting: the unit that the bench compares.
+
+    Attributes:
+        load: index into the plan's loads.
+        layer_ms: simulated compute time of one layer for one chunk.
+        busy_engine: ranks whose engine is busy between its calls, one of `BUSY_ENGINES`.
+    """
+
+    load: int
+    path: str
+    pipeline: str = "off"
+    layer_ms: float = 0.0
+    busy_engine: str = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Runs all cases of a plan in turns, `repeat` times each, so that machine drift does not look like a difference."""
+
+    layer_ms: float
+    repeat: int
+    busy_engines: tuple[str, ...] = ("off",)
+
+    def cases(self, plan: Plan) -> list[Case]:
+        """Returns the cases in the order of loads, paths, pipeline settings and busy engines."""
+        return [
+            Case(load, path, pipeline, self.layer_ms, busy)
+            for load in range(len(plan["loads"]))
+            for path in plan["paths"]
+            for pipeline in plan["pipelines"]
+            for busy in self.busy_engines
+        ]
+
+    def trials(self, plan: Plan) -> int:
+        """Returns the number of trials: one per case, batch and repeat."""
+        return self.repeat * sum(len(plan["loads"][case.load]["batches"]) for case in self.cases(plan))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from kvctl.lab.bench.html.report import render as html
-from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.results import Measured, Outcome, Results
-from kvctl.lab.bench.traffic import Prompt, Source, Traffic
-from kvctl.lab.bench.trials import Trial
+from kvctl.lab.bench.traffic import Source, Traffic
+from kvctl.lab.bench.trials import Case, Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, PLAN, blocks, plan_rows, plan_table
 from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.messages import Room
-from kvctl.lab.ranks.request import PlanRequest, Sizes
+from kvctl.lab.ranks.request import PlanRequest, Request, Sizes
 from kvctl.render.report import Grid
 from kvctl.render.selection import Selection, table_columns
 from kvctl.render.terminal import render
@@ -178,7 +177,7 @@ class TestSeveralFleets:
 
 
 def test_the_saved_document_tells_of_real_traffic_and_of_the_preset():
-    source = Source({"kind": "trace", "file": "t.jsonl"}, Traffic((Prompt(64),), Fraction(512)), None)
+    source = Source({"kind": "trace", "file": "t.jsonl"}, Traffic((Request(None, 64),), Fraction(512)), None)
     document = outcome(measured(trial(Case(0, "staged"))), preset="stress", source=source).document()
     assert document["preset"] == "stress"
     assert document["traffic"]["file"] == "t.jsonl"

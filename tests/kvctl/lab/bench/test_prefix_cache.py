@@ -7,16 +7,17 @@ from fractions import Fraction
 
 import pytest
 
-from kvctl.lab.bench.traffic import PrefixCache, Prompt, Traffic, hit_tokens, poisson, route, sessions
+from kvctl.lab.bench.traffic import PrefixCache, Traffic, hit_tokens, poisson, route, sessions
+from kvctl.lab.ranks.request import Request
 
 EVER = 1 << 40
 
 
-def prompt(tokens: int, *blocks: int) -> Prompt:
-    return Prompt(tokens, blocks=blocks, kept=blocks)
+def prompt(tokens: int, *blocks: int) -> Request:
+    return Request(None, tokens, blocks=blocks, kept=blocks)
 
 
-def traffic(*prompts: Prompt, block_tokens: Fraction = Fraction(512)) -> Traffic:
+def traffic(*prompts: Request, block_tokens: Fraction = Fraction(512)) -> Traffic:
     return Traffic(prompts, block_tokens)
 
 

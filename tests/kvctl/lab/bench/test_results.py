@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from kvctl.lab.bench.baseline import FAIL, UNDECIDED, compare, lines, load_baseline
-from kvctl.lab.bench.program import Case
 from kvctl.lab.bench.results import Measured, Outcome, Results
 from kvctl.lab.bench.room_timing import rate, time_rooms
 from kvctl.lab.bench.rows import with_delta
-from kvctl.lab.bench.trials import LOAD_STRIDE, Trial
+from kvctl.lab.bench.trials import LOAD_STRIDE, Case, Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, blocks
 from kvctl.lab.ranks.messages import Mismatch, Room, RunReport, VerifyReport

@@ -6,8 +6,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from kvctl.lab.bench.traffic import Prompt, Source, Traffic, planned_requests, sessions, token_bytes, with_requests
-from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
+from kvctl.lab.bench.traffic import Source, Traffic, planned_requests, sessions, token_bytes, with_requests
+from kvctl.lab.ranks.request import Load, PlanRequest, Request, Sizes, Tokens
 
 SHAPE: Any = {"layers": 2, "kv_heads": 4, "head_dim": 8, "v_head_dim": 8, "dtype_bytes": 2}
 
@@ -20,7 +20,7 @@ def request(memory_bytes: int = 1 << 30) -> PlanRequest:
 
 
 def source(*blocks: tuple[int, ...], cache_tokens: int | None = None) -> Source:
-    prompts = tuple(Prompt(100 * len(each), 5, 1.5, each, each) for each in blocks)
+    prompts = tuple(Request(1.5, 100 * len(each), output_tokens=5, blocks=each, kept=each) for each in blocks)
     return Source({}, Traffic(prompts, Fraction(100)), cache_tokens)
 
 

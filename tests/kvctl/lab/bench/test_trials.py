@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.program import Case, Program
-from kvctl.lab.bench.trials import Trial, TrialRunner
+from kvctl.lab.bench.trials import Case, Program, Trial, TrialRunner
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.messages import Prepare, Room, Run
 
@@ -182,6 +181,10 @@ class TestLimitedTime:
             (trial.case.path, trial.batch, [room.index for room in trial.rooms]) for trial in self.course(fleet, 2.0)
         ]
         assert ran == [("slice", 0, [0, 1]), ("staged", 0, [0, 1, 2]), ("staged", 1, [3, 4])]
+
+    def test_one_room_runs_however_slow_it_is_and_later_batches_do_not(self, fleet: FleetOnPaper):
+        ran = [(trial.batch, len(trial.rooms)) for trial in self.course(fleet, 0.5) if trial.case.path == "slice"]
+        assert ran == [(0, 1)]
 
     def test_a_slow_path_that_has_time_runs_all(self, fleet: FleetOnPaper):
         assert [len(trial.rooms) for trial in self.course(fleet, 5.0)] == [3, 3, 2, 2]
