@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 from kvctl.lab.demo.fault_schedule import ScheduledFault, draw_schedule
 from kvctl.lab.demo.fleet import replaceable
 from kvctl.lab.faults.specification import parse_faults
+from tests.support.planned_ranks import planned_ranks
 
-Ranks = Callable[..., dict[str, Any]]
 LAYOUTS = {"tp2 and tp1 to dp2": ((2, 1), 2, 1), "tp2 to dp2": ((2,), 2, 1), "three to dp3 tp2": ((1, 1, 1), 3, 2)}
 
 
@@ -26,16 +25,16 @@ def outages(strikes: list[ScheduledFault]) -> list[ScheduledFault]:
     return [strike for strike in strikes if strike.kind in ("kill", "pause", "replace")]
 
 
-def test_the_same_seed_gives_the_same_schedule_and_another_one_another(ranks: Ranks):
-    here = ranks()
+def test_the_same_seed_gives_the_same_schedule_and_another_one_another():
+    here = planned_ranks()
     first = draw_schedule(7, 300, here)
     assert first == draw_schedule(7, 300, dict(reversed(here.items())))
     assert first != draw_schedule(8, 300, here)
     assert len(first) > 50
 
 
-def test_every_kind_and_every_rank_has_its_turn(ranks: Ranks):
-    here = ranks()
+def test_every_kind_and_every_rank_has_its_turn():
+    here = planned_ranks()
     strikes = draw_schedule(3, 3600, here)
     assert {strike.kind for strike in strikes} == {"kill", "pause", "replace", "fault"}
     assert {strike.rank for strike in outages(strikes)} == set(here)
@@ -48,7 +47,7 @@ def test_every_kind_and_every_rank_has_its_turn(ranks: Ranks):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(seed=st.integers(0, 1 << 31))
 def test_a_prefill_instance_and_a_decode_group_are_always_left(layout: str, seed: int):
-    here = ranks_of(*LAYOUTS[layout])
+    here = planned_ranks(*LAYOUTS[layout])
     strikes = outages(draw_schedule(seed, 600, here))
     for at in strikes:
         down = {
@@ -63,7 +62,7 @@ def test_a_prefill_instance_and_a_decode_group_are_always_left(layout: str, seed
 
 @given(seed=st.integers(0, 1 << 31))
 def test_a_rank_without_the_registry_is_replaced_and_its_instance_left_alone_meanwhile(seed: int):
-    here = ranks_of((2, 3), 2)
+    here = planned_ranks((2, 3), 2)
     strikes = outages(draw_schedule(seed, 1200, here))
     replaced = [strike for strike in strikes if strike.kind == "replace"]
     for strike in replaced:
@@ -81,15 +80,15 @@ def test_a_rank_without_the_registry_is_replaced_and_its_instance_left_alone_mea
         assert others == []
 
 
-def test_replaced_processes_go_on_or_die_frozen(ranks: Ranks):
-    strikes = [strike for strike in draw_schedule(3, 3600, ranks()) if strike.kind == "replace"]
+def test_replaced_processes_go_on_or_die_frozen():
+    strikes = [strike for strike in draw_schedule(3, 3600, planned_ranks()) if strike.kind == "replace"]
     assert {strike.rank for strike in strikes} == {"p0-prefill-1"}
     assert {strike.again_s > 0 for strike in strikes} == {True, False}
 
 
 @given(seed=st.integers(0, 1 << 31), seconds=st.floats(1, 400))
 def test_faults_are_ones_that_the_rank_can_have_and_all_is_over_before_the_end(seed: int, seconds: float):
-    here = ranks_of()
+    here = planned_ranks()
     for strike in draw_schedule(seed, seconds, here):
         assert 0 < strike.at_s < seconds
         assert strike.at_s + strike.seconds + strike.again_s < seconds
@@ -99,19 +98,3 @@ def test_faults_are_ones_that_the_rank_can_have_and_all_is_over_before_the_end(s
                 assert not fault.name.startswith("notify-")
             else:
                 assert not fault.name.startswith("write-")
-
-
-def ranks_of(prefill: tuple[int, ...] = (2, 1), dp: int = 2, tp: int = 1) -> dict[str, Any]:
-    """As the fixture makes them; a strategy's test cannot use one that is made once per test."""
-    found: dict[str, Any] = {}
-    for instance, size in enumerate(prefill):
-        for rank in range(size):
-            found[f"p{instance}-prefill-{rank}"] = {
-                "role": "prefill",
-                "instance": instance,
-                "unique": rank,
-                "dp": 0,
-            }
-    for unique in range(dp * tp):
-        found[f"decode-{unique}"] = {"role": "decode", "instance": -1, "unique": unique, "dp": unique // tp}
-    return found

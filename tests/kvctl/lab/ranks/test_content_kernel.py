@@ -15,13 +15,15 @@ from kvctl.lab.ranks import gpu_store
 from kvctl.lab.ranks.content import Content, allocate_pool
 from kvctl.lab.ranks.content_store import HostStore, PlaneView
 from kvctl.lab.ranks.gpu_store import ARGUMENTS, CHECK, FILL, QUIET, WARPS, GpuStore, Launch, launch
-from kvctl.lab.ranks.messages import Room, Start
+from kvctl.lab.ranks.messages import Room
 from kvctl.lab.ranks.pattern import POISON
 from kvctl.lab.ranks.plan import PlannedShape, PlannedState
 from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.device.kernels import Program
 from tests.support.host_device import HostDevice, at
+from tests.support.synthetic_rank import SHAPE as BASE
+from tests.support.synthetic_rank import start_command
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -29,21 +31,7 @@ STATES: list[PlannedState] = [
     {"name": "conv", "layers": [0, 0, 1], "rows": 3, "heads": 4, "head_bytes": 12, "kind": "rows", "window": 0},
     {"name": "odd", "layers": [1], "rows": 1, "heads": 2, "head_bytes": 7, "kind": "pages", "window": 0},
 ]
-SHAPE: PlannedShape = {
-    "model": "",
-    "kind": "mha",
-    "layers": 3,
-    "kv_heads": 4,
-    "head_dim": 8,
-    "v_head_dim": 9,
-    "dtype": "bf16",
-    "dtype_bytes": 2,
-    "k_scale_bytes": 4,
-    "v_scale_bytes": 0,
-    "draft": None,
-    "groups": [],
-    "states": STATES,
-}
+SHAPE: PlannedShape = {**BASE, "kv_heads": 4, "v_head_dim": 9, "k_scale_bytes": 4, "states": STATES}
 
 
 @pytest.fixture(autouse=True)
@@ -74,27 +62,11 @@ def strided(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def make(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[Content]:
     monkeypatch.setattr(of_content, "open_device", lambda index: HostDevice())
-    wanted: dict[str, Any] = {
-        "name": "decode-1",
-        "fleet_dir": "",
-        "role": "decode",
-        "instance": -1,
-        "unique": 1,
-        "prefill": (Sizes(),),
-        "bootstraps": ("",),
-        "decode": Sizes(tp=2),
-        "shape": SHAPE,
-        "page_size": 4,
-        "page_order": "random",
-        "pool_pages": 24,
-        "state_slots": {"conv": 5, "odd": 24},
-        "aux_slots": 2,
-        "seed": 5,
-        "device": 0,
-        **changes,
-    }
-    pool = allocate_pool(Start(**wanted))
-    content = Content(pool, Start(**wanted))
+    slots = {"pool_pages": 24, "state_slots": {"conv": 5, "odd": 24}, "aux_slots": 2}
+    second = {"name": "decode-1", "unique": 1, "decode": Sizes(tp=2), "shape": SHAPE, "device": 0}
+    start = start_command(**{**slots, **second, **changes})
+    pool = allocate_pool(start)
+    content = Content(pool, start)
     content.take([Room(at, 100 + at, tokens, 0, 0, at) for at, tokens in enumerate((41, 30))])
     content.poison()
     yield content

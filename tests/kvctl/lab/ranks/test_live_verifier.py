@@ -8,56 +8,20 @@ from typing import Any
 import pytest
 
 from kvctl.lab.ranks.content import Content, allocate_pool
-from kvctl.lab.ranks.messages import Mismatch, Room, Start
-from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
-from kvctl.lab.ranks.resolve import make_plan
+from kvctl.lab.ranks.messages import Mismatch, Room
 from kvctl.lab.ranks.verify import LiveVerifier
 from kvctl_agent.memory.pool import KVPool
+from tests.support.synthetic_rank import SHAPE, start_command
 
 PAGES = 24
 
 
-def start(role: str = "decode", **changes: Any) -> Start:
-    plan = make_plan(
-        PlanRequest(
-            prefill=(Sizes(),),
-            decode=Sizes(),
-            loads=(Load(1, Tokens(values=(64,))),),
-            memory_bytes=1 << 30,
-            seed=3,
-            layers=2,
-            kv_heads=2,
-            head_dim=8,
-            dtype="bf16",
-            kind="mha",
-            rooms=1,
-            transport="loopback",
-        )
-    )
-    options: dict[str, Any] = {
-        "name": role,
-        "fleet_dir": "",
-        "role": role,
-        "instance": 0 if role == "prefill" else -1,
-        "unique": 0,
-        "prefill": (Sizes(),),
-        "bootstraps": ("ipc:///nowhere",),
-        "decode": Sizes(),
-        "shape": plan["shape"],
-        "page_size": 16,
-        "page_order": "random",
-        "pool_pages": PAGES + 1,
-        "state_slots": {},
-        "aux_slots": 4,
-        "seed": 3,
-        **changes,
-    }
-    return Start(**options)
+START = start_command({**SHAPE, "layers": 2}, page_size=16, pool_pages=PAGES + 1, aux_slots=4)
 
 
 @pytest.fixture
 def pool() -> Iterator[KVPool]:
-    memory = allocate_pool(start())
+    memory = allocate_pool(START)
     yield memory
     memory.close()
 
@@ -66,7 +30,7 @@ class Rooms:
     """Rooms of a live rank without an agent."""
 
     def __init__(self, pool: KVPool, enabled: bool = True) -> None:
-        self.content = Content(pool, start())
+        self.content = Content(pool, START)
         self.content.poison()
         self.verifier = LiveVerifier(self.content, enabled)
 

@@ -14,26 +14,21 @@ from kvctl.lab.ranks.content_store import MirrorStore
 from kvctl.lab.ranks.gpu_engine import GpuEngine, LayerWork
 from kvctl.lab.ranks.gpu_store import GpuStore
 from kvctl.lab.ranks.measure import device_gb_per_s
-from kvctl.lab.ranks.messages import Room, Start
+from kvctl.lab.ranks.messages import Room
 from kvctl.lab.ranks.plan import PlannedShape
-from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.device.cuda import open_device
 from kvctl_agent.errors import DeviceUnavailable
+from tests.support.synthetic_rank import SHAPE as BASE
+from tests.support.synthetic_rank import start_command
 
 SHAPE: PlannedShape = {
-    "model": "",
-    "kind": "mha",
+    **BASE,
     "layers": 5,
     "kv_heads": 8,
     "head_dim": 128,
     "v_head_dim": 72,
-    "dtype": "bf16",
-    "dtype_bytes": 2,
     "k_scale_bytes": 4,
-    "v_scale_bytes": 0,
-    "draft": None,
-    "groups": [],
     "states": [{"name": "odd", "layers": [1, 4], "rows": 3, "heads": 2, "head_bytes": 7, "kind": "pages", "window": 0}],
 }
 
@@ -53,24 +48,8 @@ def gpu(no_leaks: None) -> Any:
 
 @pytest.fixture
 def content(gpu: Any) -> Iterator[Content]:
-    start = Start(
-        name="decode-0",
-        fleet_dir="",
-        role="decode",
-        instance=-1,
-        unique=0,
-        prefill=(Sizes(),),
-        bootstraps=("",),
-        decode=Sizes(),
-        shape=SHAPE,
-        page_size=16,
-        page_order="random",
-        pool_pages=800,
-        state_slots={"odd": 800},
-        aux_slots=4,
-        seed=5,
-        device=0,
-    )
+    slots = {"pool_pages": 800, "state_slots": {"odd": 800}, "aux_slots": 4}
+    start = start_command(SHAPE, page_size=16, device=0, **slots)
     pool = allocate_pool(start)
     content = Content(pool, start)
     content.take([Room(at, 100 + at, tokens, 32, 0, at) for at, tokens in enumerate((4096, 1000, 5000))])

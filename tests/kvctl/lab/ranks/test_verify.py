@@ -17,6 +17,7 @@ from kvctl.lab.ranks.plan import PlannedGroup, PlannedShape, PlannedState
 from kvctl.lab.ranks.request import KV_LAYOUTS, Sizes
 from kvctl.lab.ranks.verify import verify
 from tests.support.host_device import HostDevice
+from tests.support.synthetic_rank import SHAPE, start_command
 
 PAGE = 4
 
@@ -31,21 +32,6 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setitem(WHERE, "device", 0)
 
 
-SHAPE: PlannedShape = {
-    "model": "",
-    "kind": "mha",
-    "layers": 3,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "v_head_dim": 8,
-    "dtype": "bf16",
-    "dtype_bytes": 2,
-    "k_scale_bytes": 0,
-    "v_scale_bytes": 0,
-    "draft": None,
-    "groups": [],
-    "states": [],
-}
 CONV: PlannedState = {
     "name": "conv",
     "layers": [0, 0, 1],
@@ -78,26 +64,7 @@ LATENT: PlannedShape = {**SHAPE, "kind": "mla", "kv_heads": 1, "head_dim": 12, "
 
 
 def start(shape: PlannedShape = SHAPE, **changes: Any) -> Start:
-    wanted: dict[str, Any] = {
-        "name": "decode-0",
-        "fleet_dir": "",
-        "role": "decode",
-        "instance": -1,
-        "unique": 0,
-        "prefill": (Sizes(tp=2),),
-        "bootstraps": ("",),
-        "decode": Sizes(),
-        "shape": shape,
-        "page_size": PAGE,
-        "page_order": "random",
-        "pool_pages": 12,
-        "state_slots": {each["name"]: 7 for each in (*shape["groups"], *shape["states"])},
-        "aux_slots": 3,
-        "seed": 5,
-        **WHERE,
-        **changes,
-    }
-    return Start(**wanted)
+    return start_command(shape, **{"prefill": (Sizes(tp=2),), **WHERE, **changes})
 
 
 def deck(content: Content, name: str) -> PlaneView:
