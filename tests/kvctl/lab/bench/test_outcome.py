@@ -22,20 +22,9 @@ from kvctl.render.report import Grid
 from kvctl.render.selection import Selection, table_columns
 from kvctl.render.terminal import render
 from kvctl.render.view import Width
+from tests.support.bench_plan import bench_plan, run_report
 
 MS = 1_000_000
-SHAPE: dict[str, Any] = {
-    "model": "",
-    "kind": "mha",
-    "layers": 8,
-    "kv_heads": 2,
-    "head_dim": 8,
-    "v_head_dim": 8,
-    "dtype": "bf16",
-    "draft": None,
-    "groups": [],
-    "states": [],
-}
 
 
 def plan(
@@ -46,49 +35,22 @@ def plan(
     compute: str = "sleep",
     **shape: Any,
 ) -> Any:
-    room = {"tokens": 64, "prefix_tokens": prefix_tokens, "output_tokens": 5, "bytes": 1000, "decode_dp": 0}
-    load = {
-        "concurrency": 1,
-        "in_flight": 1,
-        "windows": [1],
-        "tokens": "64",
-        "tokens_mean": 64.0,
-        "rooms": [{**room, "arrival_ms": arrival_ms, "session": -1}],
-        "batches": [[0, 1]],
-    }
-    return {
-        "shape": {**SHAPE, **shape},
-        "page_size": 16,
-        "decode_page_size": 16,
-        "transfer_page": 16,
-        "cp_interleave": None,
-        "kv_layouts": ["nhd", "nhd"],
-        "page_order": "random",
-        "transport": transport,
-        "device": "cpu" if gpus[0] < 0 else "cuda",
-        "compute": compute,
-        "ranks": [{"role": role, "device": gpu} for role, gpu in zip(("prefill", "decode"), gpus, strict=True)],
-        "paths": ["slice", "staged", "direct", "auto"],
-        "pipelines": ["off", "on"],
-        "cp_mode": "rank0",
-        "loads": [load],
-    }
+    return bench_plan(
+        [[0, 1]],
+        {"prefix_tokens": prefix_tokens, "output_tokens": 5, "bytes": 1000, "arrival_ms": arrival_ms},
+        {"layers": 8, **shape},
+        transport=transport,
+        device="cpu" if gpus[0] < 0 else "cuda",
+        compute=compute,
+        ranks=[{"role": role, "device": gpu} for role, gpu in zip(("prefill", "decode"), gpus, strict=True)],
+        paths=["slice", "staged", "direct", "auto"],
+        pipelines=["off", "on"],
+    )
 
 
 def trial(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None) -> Trial:
     """Opened at 0, computed from 10 to 30 ms, decoded from success on, 2 ms a token."""
     success = (30 + latency_ms) * MS
-    report: dict[str, Any] = {
-        "failures": [],
-        "held": [],
-        "counters": {},
-        "stages": {},
-        "groups": 0,
-        "hidden": [],
-        "ring_high_water_bytes": 0,
-        "cpu_ns": 0,
-        "peak_rss_bytes": 0,
-    }
     prefill = {
         "rooms": [[0, 10 * MS, 30 * MS, 0, 20 * MS]],
         "hidden": hidden or [],
@@ -96,7 +58,7 @@ def trial(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None
         "counters": {"kvctl_pipeline_decisions_total": {"formula": 1.0}},
     }
     decode = {"rooms": [[0, 0, success, success, success + 8 * MS]]}
-    reports: Any = {"prefill-0": {**report, **prefill}, "decode-0": {**report, **decode}}
+    reports: Any = {"prefill-0": run_report(**prefill), "decode-0": run_report(**decode)}
     room = Room(index=0, number=9, tokens=64, prefix_tokens=0, decode_dp=0, output_tokens=5)
     return Trial(case, 0, 0, (room,), reports)
 

@@ -18,6 +18,7 @@ from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.request import PlanRequest, Sizes
 from kvctl.render.data import tsv
 from kvctl.render.terminal import render
+from tests.support.bench_plan import bench_plan, run_report
 
 MS = 1_000_000
 GB = 10**9
@@ -30,46 +31,9 @@ NAMES: dict[str, Any] = {
 
 
 def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
-    room = {"tokens": 64, "prefix_tokens": 16, "decode_dp": 0, "bytes": GB // 10, "arrival_ms": None}
-    load = {
-        "concurrency": 2,
-        "in_flight": 2,
-        "windows": [1, 1],
-        "tokens": "64",
-        "tokens_mean": 64.0,
-        "rooms": [room] * 4,
-        "batches": [[0, 2], [2, 4]],
-    }
-    shape = {
-        "model": "m",
-        "kind": "mha",
-        "layers": 2,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "v_head_dim": 8,
-        "dtype": "bf16",
-        "dtype_bytes": 2,
-        "draft": None,
-        "groups": [],
-        "states": [],
-    }
-    return {  # type: ignore[typeddict-item,return-value]
-        "shape": shape,
-        "page_size": 16,
-        "decode_page_size": 16,
-        "transfer_page": 16,
-        "cp_interleave": None,
-        "kv_layouts": ["nhd", "nhd"],
-        "page_order": "random",
-        "transport": "nixl",
-        "device": "cpu",
-        "compute": "sleep",
-        "ranks": [],
-        "paths": list(paths),
-        "pipelines": ["off"],
-        "cp_mode": "rank0",
-        "loads": [load],
-    }
+    room = {"prefix_tokens": 16, "bytes": GB // 10}
+    made: Plan = bench_plan([[0, 2], [2, 4]], room, {"model": "m"}, paths=list(paths))
+    return made
 
 
 def room(index: int) -> Room:
@@ -77,20 +41,9 @@ def room(index: int) -> Room:
 
 
 def report(rooms: list[list[int]], failures: list[list[Any]] | None = None, **changes: Any) -> RunReport:
-    whole: dict[str, Any] = {
-        "rooms": rooms,
-        "hidden": [],
-        "groups": 0,
-        "failures": failures or [],
-        "held": [],
-        "counters": {},
-        "stages": {},
-        "ring_high_water_bytes": 0,
-        "cpu_ns": 500 * MS,
-        "peak_rss_bytes": 300 << 20,
-        **changes,
-    }
-    return whole  # type: ignore[return-value]
+    common = {"rooms": rooms, "failures": failures or [], "cpu_ns": 500 * MS, "peak_rss_bytes": 300 << 20}
+    made: RunReport = run_report(**{**common, **changes})
+    return made
 
 
 def received(index: int, opened_ns: int, success_ns: int) -> list[int]:

@@ -1,15 +1,13 @@
-"""Rooms of a prefill rank beside a scripted agent: calls that the agent refuses, and the end of a batch."""
+"""Rooms of a prefill rank whose agent refuses a call."""
 
 from __future__ import annotations
 
-import time
-from queue import SimpleQueue
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvctl.lab.ranks.batch import Batch
 from kvctl.lab.ranks.messages import Open, Room
 from kvctl.lab.ranks.rooms import PrefillRooms
 from kvctl.lab.ranks.worker import StateChange, Worker
@@ -17,7 +15,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.runtime.handles import Send
 
-ROOM = Room(index=0, number=7, tokens=16, prefix_tokens=0)
+REFUSAL = "page 3 is outside the pool"
 
 
 class RefusingSend(Send):
@@ -27,102 +25,57 @@ class RefusingSend(Send):
         self.room = room
         self.state = RoomState.BOOTSTRAPPING
         self.error = None
-        self.released = False
-        self.reasons: list[str] = []
-        self.waits: list[float] = []
 
     def prefetch(self, *_: Any) -> None: ...
 
     def pages(self, *_: Any, **__: Any) -> None:
-        raise LocalProtocolError("page 3 is outside the pool")
+        raise LocalProtocolError(REFUSAL)
 
     def abort(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-    def wait(self, timeout: float) -> RoomState:
-        self.waits.append(timeout)
-        self.released = True
-        return self.state
-
-
-class Content:
-    """Content of a pool in which every room has one page."""
-
-    start = SimpleNamespace(verify=False)
-
-    def __init__(self) -> None:
-        self.rooms: dict[int, Room] = {}
-
-    def add(self, room: Room) -> None:
-        self.rooms[room.number] = room
-
-    def pages(self, number: int) -> list[int]:
-        return [3]
-
-
-def rank() -> tuple[PrefillRooms, list[tuple[str, Any]]]:
-    """Returns the rooms of a prefill rank, and the list to which its messages are added."""
-    sent: list[tuple[str, Any]] = []
-    worker = SimpleNamespace(
-        content=Content(),
-        start=SimpleNamespace(verify=False, name="prefill-0", role="prefill"),
-        agent=SimpleNamespace(send=RefusingSend, layers=range(2)),
-        faults=SimpleNamespace(should_fire=lambda kind: None),
-        inbox=SimpleQueue(),
-        send=lambda *message: sent.append(message),
-    )
-    return PrefillRooms(cast(Worker, worker)), sent
-
-
-def batch(rooms: PrefillRooms) -> Batch:
-    """Begins a batch in which the agent has opened a room, and refuses its pages."""
-
-    def refuse(room: Room, send: Send, *_: Any) -> Any:
-        send.pages([3])
-        yield 0
-
-    aborts = SimpleNamespace(abort_due=lambda now_ns: None, began=lambda *_: None, next_ns=None)
-    report = SimpleNamespace(
-        command=SimpleNamespace(layer_ms=0), busy=None, aborts=aborts, failures={}, release_ns=None
-    )
-    report.deadline_ns = time.monotonic_ns() + 60 * 10**9
-    report.report = lambda held: {"held": held}
-    rooms.content.add(ROOM)
-    rooms.handles[ROOM.number] = RefusingSend(ROOM.number)
-    rooms._forward = cast(Any, SimpleNamespace(ready=True, run=refuse))
-    rooms._to_compute.add(ROOM.number)
-    rooms.batch = cast(Batch, report)
-    return rooms.batch
+        raise AssertionError(reason)
 
 
 def test_a_refused_call_of_a_live_rank_ends_the_rank() -> None:
-    rooms, sent = rank()
-    rooms.open(Open(ROOM))
+    sent: list[Any] = []
+    start = SimpleNamespace(verify=False, name="prefill-0", role="prefill")
+    rooms_of_content: dict[int, Room] = {}
+    content = SimpleNamespace(
+        start=start,
+        rooms=rooms_of_content,
+        add=lambda room: rooms_of_content.update({room.number: room}),
+        pages=lambda number: [3],
+    )
+    worker = SimpleNamespace(
+        content=content,
+        start=start,
+        agent=SimpleNamespace(send=RefusingSend, layers=range(2)),
+        faults=SimpleNamespace(should_fire=lambda kind: None),
+        send=lambda *message: sent.append(message),
+    )
+    rooms = PrefillRooms(cast(Worker, worker))
+    rooms.open(Open(Room(index=0, number=7, tokens=16, prefix_tokens=0)))
     (handle,) = rooms.handles.values()
-    rooms.changed(StateChange(handle, RoomState.WAITING_FOR_INPUT, time.monotonic_ns()))
-    with pytest.raises(LocalProtocolError, match="page 3 is outside the pool"):
+    rooms.changed(StateChange(handle, RoomState.WAITING_FOR_INPUT, 0))
+    with pytest.raises(LocalProtocolError, match=REFUSAL):
         rooms.poll()
-    assert not cast(RefusingSend, handle).reasons
     assert not sent
 
 
-def test_a_refused_call_fails_its_room_of_a_batch() -> None:
-    rooms, _ = rank()
-    batch(rooms)
-    (handle,) = rooms.handles.values()
-    rooms.changed(StateChange(handle, RoomState.WAITING_FOR_INPUT, time.monotonic_ns()))
-    rooms.poll()
-    assert cast(RefusingSend, handle).reasons == ["page 3 is outside the pool"]
+def test_a_refused_call_fails_its_room_of_a_batch_alone(
+    fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = fleet()
+    accept, refused = Send.pages, []
 
+    def refuse(send: Send, *pages: Any, **more: Any) -> None:
+        if not refused or send.room in refused:
+            refused.append(send.room)
+            raise LocalProtocolError(REFUSAL)
+        accept(send, *pages, **more)
 
-def test_a_batch_ends_at_the_release_of_its_pages() -> None:
-    rooms, sent = rank()
-    run = batch(rooms)
-    handle = cast(RefusingSend, rooms.handles[ROOM.number])
-    rooms._ended.add(ROOM.number)
-    assert rooms.poll() is not None
-    assert handle.waits == [pytest.approx(0.01)], "the release ends the wait"
-    assert rooms.poll() is None
-    assert sent == [("answer", {"held": []})]
-    assert run.release_ns is not None
-    assert rooms.batch is None
+    monkeypatch.setattr(Send, "pages", refuse)
+    reports = bench.run("slice")
+    assert [len(report["failures"]) for report in reports.values()] == [1, 1]
+    assert all(REFUSAL in text for report in reports.values() for _, text in report["failures"])
+    assert {len(report["rooms"]) for report in reports.values()} == {5}
+    assert {len(report["held"]) for report in reports.values()} == {0}
