@@ -15,12 +15,12 @@ from kvctl.lab.bench.machine import memory_budget_bytes
 from kvctl.lab.bench.options import TRANSPORTS, sweep_loads
 from kvctl.lab.bench.presets import ONE_FLEET, POINT_SECONDS, PRESETS, Preset, in_host_memory, on_gpus
 from kvctl.lab.bench.trace import TraceError, read, scaled
-from kvctl.lab.bench.traffic import Source, poisson, sessions, with_requests
+from kvctl.lab.bench.traffic import Source, sessions, with_requests
 from kvctl.lab.bench.trials import Program
 from kvctl.lab.bench.variants import Variant, expand, waves
 from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import plan as make_plan
-from kvctl.lab.ranks.request import Load, PlanRequest, Sizes
+from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, draw_arrivals
 
 _TRACE_REQUESTS = 500
 _TRACE_CONCURRENCY = 32
@@ -76,10 +76,10 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
     notes: list[str] = []
     if preset is not None:
         if cuda:  # the plan limits rooms in flight to the GPUs' memory, and the time is limited
-            chosen, note = {**preset.options, "point_seconds": POINT_SECONDS}, ""
+            chosen: Mapping[str, Any] = {**preset.options, "point_seconds": POINT_SECONDS}
         else:
             chosen, note = in_host_memory(preset, given)
-        notes += [note] if note else []
+            notes += [note] if note else []
         defaults = {name: value for name, value in chosen.items() if name not in given}
         if "sweep" in defaults:
             defaults["sweep"] = tuple((axis, values) for axis, values in defaults["sweep"] if axis not in given)
@@ -231,7 +231,9 @@ def _source(options: Mapping[str, Any], seed: int) -> tuple[Source | None, list[
     else:
         return None, notes
     if options["rate"] is not None:
-        traffic = replace(traffic, prompts=poisson(traffic.prompts, options["rate"], seed))
+        arrivals = draw_arrivals(options["rate"], len(traffic.prompts), seed)
+        prompts = (replace(each, arrival_ms=at) for each, at in zip(traffic.prompts, arrivals, strict=True))
+        traffic = replace(traffic, prompts=tuple(prompts))
     return Source(facts, traffic, options["cache_tokens"]), notes
 
 

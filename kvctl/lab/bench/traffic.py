@@ -7,7 +7,6 @@ without running anything. A prompt's blocks count as cached from its arrival on.
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,17 +42,6 @@ class Source:
     def longest(self) -> Tokens:
         """Length of the longest prompt, for which a plan needs memory."""
         return Tokens(values=(max(prompt.tokens for prompt in self.traffic.prompts),))
-
-
-def poisson(prompts: Sequence[Request], rate_per_s: float, seed: int) -> tuple[Request, ...]:
-    """Returns the prompts with arrival times of a Poisson process; the same `seed` gives the same times."""
-    source = random.Random(seed)
-    at_ms = 0.0
-    arriving = []
-    for prompt in prompts:
-        arriving.append(replace(prompt, arrival_ms=at_ms))
-        at_ms += source.expovariate(rate_per_s) * 1e3
-    return tuple(arriving)
 
 
 def sessions(count: int, turns: int, new_tokens: Sequence[int], output_tokens: int, block_tokens: int) -> Traffic:

@@ -8,9 +8,11 @@ because the definitions of command-line options import it.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from kvctl_agent.contract.choices import RANK0, STAGED
@@ -168,6 +170,13 @@ class Request:
     decode_dp: int = -1
     blocks: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+
+
+def draw_arrivals(rate: float, rooms: int, seed: int) -> list[float]:
+    """Returns the arrival of each room in ms after the first room: a Poisson process of `rate` rooms per second."""
+    source = random.Random(f"arrivals {seed}")
+    gaps = [source.expovariate(rate) * 1e3 for _ in range(rooms - 1)]
+    return list(accumulate(gaps, initial=0.0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import lcm
 
 from kvctl.lab.ranks.plan import PlannedLoad, PlannedRoom
-from kvctl.lab.ranks.request import Load, PlanRequest, Request, Role, Tokens
+from kvctl.lab.ranks.request import Load, PlanRequest, Request, Role, Tokens, draw_arrivals
 from kvctl.lab.ranks.sizing import Budget, check_room_fits, pool_bytes
 from kvctl.lab.ranks.transfer_volume import TransferVolume
 
@@ -237,13 +236,6 @@ def draw_tokens(tokens: Tokens, rooms: int, seed: int) -> list[int]:
         return [tokens.values[index % len(tokens.values)] for index in range(rooms)]
     source = random.Random(seed)
     return [source.randint(tokens.low, tokens.high) for _ in range(rooms)]
-
-
-def draw_arrivals(rate: float, rooms: int, seed: int) -> list[float]:
-    """Returns the arrival of each room in ms after the first room: a Poisson process of `rate` rooms per second."""
-    source = random.Random(f"arrivals {seed}")
-    gaps = [source.expovariate(rate) * 1e3 for _ in range(rooms - 1)]
-    return list(accumulate(gaps, initial=0.0))
 
 
 def prefix_tokens(tokens: int, page_size: int, hit: float) -> int:

@@ -291,17 +291,12 @@ def test_contradictions_name_the_option_and_the_way_out(args: str, option: str, 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ("--prefill-instances tp4,xx2", "'xx2' is not a size of a prefill instance"),
-        ("--cp-mode some", "'some' is unknown; allowed: rank0, all, all-chunk, room-hash"),
         ("--pipeline onn", "did you mean on"),
         ("--rate 0", "not in the range"),
         ("--device gpu", "'gpu' is not one of"),
         ("--device cuda --prefill-gpus a", "nvidia-smi -L lists them"),
         ("--point-seconds 0", "not in the range"),
         ("--preset staging", "'staging' is not one of"),
-        ("--tokens-scale 0", "'0' is not a factor"),
-        ("--state conv", "write NAME:ROWSxHEADSxBYTES"),
-        ("--scale-bytes a", "write bytes per page and head"),
     ],
 )
 def test_values_are_refused_where_they_are_read(args: str, text: str):

@@ -30,10 +30,6 @@ def test_the_union_counts_every_moment_once(spans: list[tuple[int, int]]):
     assert union(spans) == len({moment for start, end in spans for moment in range(start, end)})
 
 
-def test_the_union_of_nothing_is_nothing():
-    assert union([]) == 0
-
-
 @given(values=values_strategy)
 def test_percentiles_start_at_the_least_and_end_at_the_most(values: list[float]):
     ordered = sorted(values)

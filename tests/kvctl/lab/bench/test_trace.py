@@ -10,7 +10,6 @@ from typing import Any
 import orjson
 import pytest
 
-from kvctl.lab.bench import trace
 from kvctl.lab.bench.trace import MAX_LINE_BYTES, TraceError, parse, read, scaled
 
 GOOD = {"timestamp": 2000, "input_length": 1300, "output_length": 7, "hash_ids": [0, 4, 5]}
@@ -95,11 +94,6 @@ def test_a_file_without_requests_is_refused(file: Path, content: bytes | None, w
         read(file, most=9)
 
 
-def test_a_directory_is_no_trace(tmp_path: Path):
-    with pytest.raises(TraceError, match="cannot be read"):
-        read(tmp_path, most=1)
-
-
 def test_lengths_and_arrivals_are_scaled_together_with_the_blocks(file: Path):
     file.write_bytes(line() + b"\n" + line(timestamp=3000, input_length=1, output_length=0, hash_ids=[]))
     traffic = scaled(read(file, 9), Fraction("0.05"), speedup=4)
@@ -112,7 +106,3 @@ def test_an_infinite_speedup_leaves_no_arrivals(file: Path):
     file.write_bytes(line())
     traffic = scaled(read(file, 9), Fraction(1), math.inf)
     assert traffic.prompts[0].arrival_ms is None
-
-
-def test_blocks_are_as_long_as_the_format_says():
-    assert trace.BLOCK_TOKENS == 512

@@ -46,10 +46,6 @@ def test_the_plain_bench_is_a_llama_over_the_three_sensible_paths():
     assert plan["notes"] == []
 
 
-def test_equal_layouts_compare_bulk():
-    assert make_plan(request(decode=Sizes(tp=4)))["paths"] == ["bulk", "staged", "auto"]
-
-
 def test_the_shares_say_who_owes_what_on_every_path():
     plan = make_plan(request())
     assert len(plan["shares"]) == 16

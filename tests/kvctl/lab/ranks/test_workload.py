@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl.lab.ranks import workload
-from kvctl.lab.ranks.request import Tokens
+from kvctl.lab.ranks.request import Tokens, draw_arrivals
 
 small = st.integers(1, 40)
 
@@ -28,9 +28,9 @@ def test_drawn_lengths_stay_in_their_range_and_follow_the_seed(low: int, more: i
 
 
 def test_arrivals_come_at_the_rate_and_follow_the_seed():
-    arrivals = workload.draw_arrivals(200.0, 4000, seed=3)
+    arrivals = draw_arrivals(200.0, 4000, seed=3)
     assert arrivals[0] == 0
-    assert arrivals == sorted(arrivals) == workload.draw_arrivals(200.0, 4000, seed=3)
+    assert arrivals == sorted(arrivals) == draw_arrivals(200.0, 4000, seed=3)
     assert 4.5 < arrivals[-1] / len(arrivals) < 5.5
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
     assert 0.6 < sum(gap < 5.0 * math.log(2) * 2 for gap in gaps) / len(gaps) < 0.9  # three quarters of them
