@@ -14,7 +14,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from tests.support.protocol.simulation import TIMING, World, direct, staged
+from tests.support.protocol.simulation import TIMING, World, direct
 
 CONV = StateShape("conv", (0, 1), 3, 1, 16)
 SSM = StateShape("ssm", (0, 2, 3), 2, 4, 16)
@@ -61,20 +61,6 @@ def test_state_goes_to_the_rank_that_has_its_layers_and_heads() -> None:
     world.check_empty()
 
 
-@pytest.mark.parametrize("prefill", [ParallelConfig(tp=4), ParallelConfig(cp=2, tp=2), ParallelConfig(dp=2, pp=2)])
-@pytest.mark.parametrize("decode", [ParallelConfig(), ParallelConfig(tp=4), ParallelConfig(dp=2, pp=2)])
-def test_every_item_has_one_writer_between_any_two_layouts(prefill: ParallelConfig, decode: ParallelConfig) -> None:
-    """Replicated components too: the oracle complains of a cell that is written twice."""
-    world = world_of(prefill, decode, choose=staged, ring=8)
-    for reader in range(decode.size):
-        if decode.coord(reader).dp == 0:
-            world.receive(8, 3, reader=reader, states=(2, 1, 3))
-    world.send(8, 3, states=(2, 1, 3))
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    world.check_empty()
-
-
 def test_a_room_says_which_components_it_wants() -> None:
     world = world_of()
     some = world.receive(7, 2, states=(0, 2), aux=-1)
@@ -85,16 +71,6 @@ def test_a_room_says_which_components_it_wants() -> None:
     assert {some.state, none.state} == {RoomState.SUCCESS}
     assert some.segments == {0, 2}
     assert none.segments == {0}
-
-
-def test_state_moves_where_no_page_is_left_to_send() -> None:
-    """A zero-page last chunk that is skipped and takes what follows with it."""
-    world = world_of(ParallelConfig(tp=2))
-    room = world.receive(7, 3, prefix=3, states=(1, 1, 1))
-    world.send(7, 3, split=[3], states=(1, 1, 1))
-    world.settle(ticks=1)
-    assert room.state is RoomState.SUCCESS
-    assert room.aux_written == 1
 
 
 def test_success_waits_for_every_final_part() -> None:

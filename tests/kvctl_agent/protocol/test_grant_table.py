@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
@@ -86,16 +85,6 @@ def test_no_grants_while_the_room_has_failed() -> None:
     assert len(world.d().state.grant_table) == 0
 
 
-def test_parked_parts_of_two_rooms_with_one_nonce_are_told_apart() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
-    world.connect()
-    for room in (7, 8):
-        world.receive(room, 3, nonce=5)
-        world.send(room, 3)
-    world.settle(ticks=3)
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-
-
 def test_the_watermark_is_told_to_those_whose_grants_it_opens() -> None:
     table = GrantTable(2 * UNIT)
     keys = [PartKey(0, 0, 0, 2), PartKey(0, 1, 0, 2), PartKey(1, 0, 0, 2)]
@@ -153,22 +142,6 @@ def test_nothing_is_revoked_while_nobody_waits() -> None:
         world.tick(SECOND)
         world.flush()
     assert world.counts["StagingRevoke"] == 0
-
-
-def test_a_tag_of_a_grant_that_was_given_back_changes_nothing() -> None:
-    """Only the very grant is believed."""
-    world = asked(1)
-    world.flush()
-    compute(world, 1)
-    world.feed("prefill-0", ev.Finish(7, 1, 1))
-    (begin,) = [item for item in world.pool if item.kind == "begin"]
-    (allocation,) = world.d().state.grant_table.allocations()
-    world.d()._grants.free([allocation])
-    world.pool.remove(begin)
-    tag = begin.what.order.tag
-    world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
-    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "stale-grant") == 1
-    assert not [item for item in world.pool if item.kind == "scatter"]
 
 
 @pytest.mark.parametrize("other", [1, 2])

@@ -191,25 +191,6 @@ def test_tags_of_another_writer_are_not_believed_from_this_one() -> None:
     assert world.d().rooms[7].landed
 
 
-@pytest.mark.parametrize("pages", [b"\0", b"\0" * 3, b"\0" * 5, b"\0" * 4096])
-def test_a_page_list_of_the_wrong_length_is_refused(pages: bytes) -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
-    inputs = world.inputs.to_wire()
-    world.feed(
-        "prefill-0",
-        ev.Received(
-            "decode-0",
-            world.d().local.incarnation,
-            msg.RoomOpen(7, 1, pages, 0, 1, inputs, to=world.p().local.incarnation),
-        ),
-    )
-    answer = codec.decode(world.pool[-1].what)[1][0]
-    assert isinstance(answer, msg.RoomRefused)
-    assert f"{len(pages)} bytes of numbers for pages 0..1" in answer.text
-    assert not world.p().open_rooms
-
-
 def test_a_mismatch_at_open_names_the_factor() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     world.connect()

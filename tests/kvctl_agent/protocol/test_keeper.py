@@ -207,44 +207,6 @@ def test_no_prefill_rank_succeeds_before_all_decode_ranks_have_the_room() -> Non
     world.check_empty()
 
 
-def test_the_keeper_may_be_the_last() -> None:
-    world = opened()
-    compute(world, 1)
-    assert states(world)["decode-1"] is RoomState.SUCCESS
-    assert world.d(0).rooms[KEPT_BY_0].awaited == set()
-    assert world.sent["prefill-1", KEPT_BY_0] is RoomState.TRANSFERRING
-    compute(world, 0)
-    assert set(states(world).values()) == {RoomState.SUCCESS}
-
-
-def test_a_lost_message_to_the_keeper_is_repeated() -> None:
-    world = opened()
-    compute(world, 0)
-    world.send(KEPT_BY_0, 2, ranks=[1])
-    while not messages_to(world, "decode-0", msg.ReadersDone):
-        world.happen(world.pool.pop(world.ready()[0]))
-    said(world, "decode-0")
-    world.flush()
-    assert states(world)["prefill-1"] is RoomState.TRANSFERRING
-    world.settle()
-    assert set(states(world).values()) == {RoomState.SUCCESS}
-    world.check_empty()
-
-
-def test_a_message_to_the_keeper_of_a_room_without_pages_is_repeated_too() -> None:
-    """Nothing is sent of such a room, so no end of a transfer reminds the prefill rank of it."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
-    world.connect()
-    for reader in (0, 1):
-        world.receive(KEPT_BY_0, 2, prefix=2, reader=reader, aux=-1)
-    while not messages_to(world, "decode-0", msg.ReadersDone):
-        world.happen(world.pool.pop(world.ready()[0]))
-    said(world, "decode-0")
-    world.send(KEPT_BY_0, 2)
-    world.settle()
-    assert set(states(world).values()) == {RoomState.SUCCESS}
-
-
 def test_a_message_about_an_ended_room_is_answered() -> None:
     world = opened()
     compute(world, 0, 1)
@@ -304,18 +266,6 @@ def test_a_keeper_that_has_the_room_passes_the_failure_of_another_rank_on(failin
     world.check_empty()
 
 
-def test_a_failure_that_the_keeper_passes_on_is_repeated() -> None:
-    world = opened()
-    compute(world, 0)
-    world.feed("decode-1", ev.AbortRoom(KEPT_BY_0, "the client went away"))
-    while not messages_to(world, "prefill-0", msg.RoomFailed):
-        world.happen(world.pool.pop(world.ready()[0]))
-    said(world, "prefill-0")
-    world.settle()
-    assert states(world)["prefill-0"] is RoomState.FAILED
-    world.check_empty()
-
-
 def test_a_late_question_about_a_failure_that_was_passed_on_is_not_answered_by_success() -> None:
     world = opened()
     compute(world, 0)
@@ -362,14 +312,6 @@ def test_the_loss_of_a_rank_that_has_sent_everything_harms_no_other() -> None:
     assert states(world) == dict.fromkeys(("decode-0", "decode-1", "prefill-1"), RoomState.SUCCESS)
 
 
-def test_a_keeper_that_dies_leaves_no_rank_waiting() -> None:
-    world = opened()
-    world.kill("decode-0")
-    world.settle()
-    assert states(world)["decode-1"] is RoomState.FAILED
-    world.check_empty()
-
-
 def test_a_silent_decode_rank_is_named_by_the_rank_that_writes_to_it() -> None:
     world = opened()
     compute(world, 0)
@@ -392,18 +334,5 @@ def test_a_decode_rank_may_recall_its_pages_and_open_the_room_again(recalling: i
     compute(world, 0, 1)
     latest = {room.reader: room.state for room in world.rooms.values()}
     assert set(latest.values()) | set(world.sent.values()) == {RoomState.SUCCESS}
-    world.settle()
-    world.check_empty()
-
-
-def test_a_keeper_that_opens_the_room_again_is_told_again() -> None:
-    world = opened()
-    compute(world, 1)
-    assert states(world)["decode-1"] is RoomState.SUCCESS
-    world.feed("decode-0", ev.Recall(KEPT_BY_0, 1))
-    world.flush()
-    world.receive(KEPT_BY_0, 2, reader=0, nonce=2000)
-    compute(world, 0)
-    assert {state for (name, _), state in world.sent.items()} == {RoomState.SUCCESS}
     world.settle()
     world.check_empty()

@@ -16,7 +16,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKind
-from tests.support.protocol.simulation import World, direct, mixed
+from tests.support.protocol.simulation import World, direct
 
 DEEP = ModelShape(4, 2, 32, 32, 2)
 HALVES = ((0, 2), (2, 4))
@@ -127,22 +127,6 @@ def test_chunks_with_groups_and_without_follow_each_other() -> None:
     assert ordered(world) == [("decode-0", 2, 0, 4)]
 
 
-def test_layers_may_come_in_any_order() -> None:
-    world = opened(2)
-    compute(world, 0, 2, (2, 4), last=True)
-    compute(world, 0, 2, (0, 2), last=True)
-    assert ordered(world) == [("decode-0", 0, 2, 4), ("decode-0", 0, 0, 2)]
-
-
-def test_the_tail_of_a_group_is_held_back_to_the_grid() -> None:
-    world = opened(5, chunk_pages=4)
-    compute(world, 0, 3, (0, 2))
-    compute(world, 0, 3, (2, 4))
-    assert ordered(world) == []
-    compute(world, 3, 5, (0, 2), last=True)
-    assert ordered(world) == [("decode-0", 0, 0, 2), ("decode-0", 1, 0, 2)]
-
-
 def test_groups_computed_before_a_decode_rank_opens_go_when_it_does() -> None:
     world = World(ParallelConfig(), ParallelConfig(), shape=DEEP, choose=direct)
     world.connect()
@@ -178,20 +162,6 @@ def test_a_group_is_cut_where_the_draft_begins() -> None:
     compute(world, 0, 2, (0, 3), last=True)
     compute(world, 0, 2, (3, 6), last=True)
     assert ordered(world) == [("decode-0", 0, 0, 3), ("decode-0", 0, 3, 4), ("decode-0", 0, 4, 6)]
-
-
-@pytest.mark.parametrize("prefill", [ParallelConfig(tp=2), ParallelConfig(pp=2, stages=(1, 3)), ParallelConfig(cp=2)])
-@pytest.mark.parametrize("decode", [ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(pp=2, stages=(3, 1))])
-def test_staged_groups_move_between_any_two_layouts(prefill: ParallelConfig, decode: ParallelConfig) -> None:
-    world = World(prefill, decode, shape=DEEP, choose=mixed, ring=8, cp_mode="all-chunk")
-    world.connect()
-    for reader in range(decode.size):
-        world.receive(7, 5, reader=reader, prefix=1)
-    world.send(7, 5, split=[3], groups=[1])
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    assert world.cut[True] > 0
-    world.check_empty()
 
 
 @pytest.mark.parametrize(
@@ -286,17 +256,6 @@ def test_final_parts_are_queued_only_after_every_group_of_every_chunk() -> None:
         world.happen(world.pool.pop(places[0]))
     kinds = [item.what.order.kind for item in world.pool]
     assert kinds == [PartKind.KV] * 12 + [PartKind.AUX]
-
-
-def test_a_failed_room_drops_the_groups_that_are_queued_and_takes_no_more() -> None:
-    world = opened()
-    compute(world, 0, 4, (0, 2), last=True)
-    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
-    compute(world, 0, 4, (2, 4), last=True)
-    finish(world)
-    world.settle()
-    assert not world.rooms["decode-0", 7, 1000].segments
-    world.check_empty()
 
 
 def test_without_groups_a_room_costs_no_message_more() -> None:

@@ -17,7 +17,7 @@ from tests.support.folded import folded
 from tests.support.protocol.invariants import Broken
 from tests.support.protocol.moments import asked, compute, granted, pass_time, run_until
 from tests.support.protocol.scenarios import open_and_compute
-from tests.support.protocol.simulation import SECOND, TIMING, UNIT, Instance, World, direct, mixed
+from tests.support.protocol.simulation import SECOND, TIMING, Instance, World, direct, mixed
 
 
 def ask(world: World, name: str, event: ev.Event) -> ev.Answered:
@@ -258,28 +258,6 @@ class TestReleaseOfARoom:
         assert "a part of it is being scattered" in answer.text
         world.settle()
         world.check_empty()
-
-
-def test_a_region_released_by_force_lets_those_behind_it_go_on() -> None:
-    """The ring is full of a dead writer's regions."""
-    world = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())], ring=2, chunk_pages=1)
-    world.connect()
-    world.receive(7, 1)
-    world.flush()
-    world.send(7, 1)
-    while not world.flying:
-        world.happen(world.pool.pop(world.ready()[0]))
-    world.kill("prefill-0", proven=False)
-    pass_time(world, 20)
-    assert world.d().state.grant_table.ring.largest_bytes == 0
-    release(world, serial=serial(world), force=True)
-    assert world.d().state.grant_table.ring.largest_bytes == 2 * UNIT
-    opened = world.receive(20, 2, instance=1)
-    world.flush()
-    world.send(20, 2, instance=1)
-    world.settle(until=lambda: opened.state.finished)
-    assert opened.state is RoomState.SUCCESS
-    assert "StagingRefused" not in world.counts
 
 
 def meddle(world: World, dice: random.Random) -> None:

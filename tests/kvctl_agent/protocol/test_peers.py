@@ -84,21 +84,6 @@ class TestStates:
         assert peer.due_heartbeat(171, []) is None
 
 
-def test_a_parked_part_goes_on_when_the_lease_is_renewed() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
-    room = world.receive(7, 2)
-    world.flush()
-    world.now_ns += TIMING.lease_ns + MS
-    world.send(7, 2)
-    world.flush()
-    assert len(world.p().parked()) == 1, "nothing is posted to a peer that was not heard from lately"
-    world.tick(SECOND)
-    world.flush()
-    assert world.p().parked() == []
-    assert room.state is RoomState.SUCCESS
-
-
 def test_final_parts_wait_for_the_lease_too() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     world.connect()
@@ -128,14 +113,6 @@ def test_a_parked_part_goes_on_when_a_hello_is_what_renews_the_lease() -> None:
     assert world.p().parked() == []
     world.flush()
     assert room.state is RoomState.SUCCESS
-
-
-def test_a_peer_that_is_suspect_and_comes_back_loses_nothing() -> None:
-    world = in_flight()
-    silence(world, "prefill-0", 5)
-    assert world.d().peers["prefill-0"].state is PeerState.SUSPECT
-    world.settle()
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
 
 def stood(world: World, stood_ns: int) -> None:
@@ -169,50 +146,6 @@ def test_time_in_which_a_rank_could_not_run_counts_for_no_deadline_of_a_room(cla
     assert world.p().rooms[7].failure is None
     silence(world, "", max(TIMING.bootstrap_ns, TIMING.waiting_ns) // SECOND + 5)
     assert room.state is RoomState.FAILED, "the time in which they run counts"
-
-
-def test_a_lost_peer_fails_its_rooms_and_is_named_with_its_incarnation() -> None:
-    world = in_flight()
-    life = world.p().local.incarnation
-    world.kill("prefill-0", proven=False)
-    world.paused.add("prefill-0")
-    for _ in range(20):
-        world.tick(SECOND)
-        world.flush()
-    failure = world.rooms["decode-0", 7, 1000].failure
-    assert failure["code"] == "KV_PEER_LOST"
-    assert f"peer prefill-0 (incarnation {life:016x}) lost: silent for 15" in failure["text"]
-    assert world.sent_failures["prefill-1", 7]["text"] == failure["text"], "the same cause on every rank"
-
-
-@pytest.mark.parametrize("choose", [None, direct])
-def test_lost_but_not_proven_dead_is_quarantined_until_it_says_that_it_has_drained(choose: object) -> None:
-    world = in_flight(choose=choose)
-    room = world.rooms["decode-0", 7, 1000]
-    silence(world, "prefill-0", 20)
-    assert room.state is RoomState.FAILED
-    assert not room.released
-    assert world.d().quarantined_bytes > 0
-    held = sum(
-        allocation.region.end - allocation.region.offset for allocation in world.d().state.grant_table.allocations()
-    )
-    assert world.d().state.grant_table.quarantined_bytes == (0 if choose else held)
-    world.settle()
-    assert room.released
-    assert world.d().quarantined_bytes == 0
-    world.check_empty()
-
-
-@pytest.mark.parametrize("choose", [None, direct])
-def test_proof_of_death_ends_a_quarantine(choose: object) -> None:
-    world = in_flight(choose=choose)
-    room = world.rooms["decode-0", 7, 1000]
-    silence(world, "prefill-0", 20)
-    world.kill("prefill-0", proven=True)
-    assert room.released
-    assert world.d().quarantined_bytes == 0
-    world.settle()
-    world.check_empty()
 
 
 def test_a_tag_of_a_quarantined_region_ends_its_quarantine() -> None:
@@ -255,18 +188,6 @@ def test_a_rank_that_gave_rooms_up_is_asked_about_them_until_it_answers() -> Non
     assert room.released
 
 
-def test_a_restarted_peer_works_again_without_a_restart_of_the_other_side() -> None:
-    for name in ("prefill-0", "decode-0"):
-        world = World(ParallelConfig(tp=2), ParallelConfig())
-        world.connect()
-        world.restart(name)
-        world.settle(ticks=3)
-        room = world.receive(7, 4)
-        world.send(7, 4)
-        world.settle(ticks=3)
-        assert room.state is RoomState.SUCCESS
-
-
 def test_a_restart_that_nobody_proves_is_found_out_by_a_hello_to_the_suspect() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     world.connect()
@@ -307,21 +228,6 @@ def test_an_answer_to_the_hello_of_a_life_before_is_no_answer() -> None:
     assert world.d().peers["prefill-0"].state is PeerState.CONNECTING
     world.connect()
     assert world.d().peers["prefill-0"].state is PeerState.READY
-
-
-def test_one_sided_loss_is_noticed_by_the_other_side() -> None:
-    """Prefill gave decode up and failed the room while decode heard it well: decode learns of it, with the cause."""
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
-    room = world.receive(7, 2)
-    world.flush()
-    for _ in range(16):
-        world.tick(SECOND)
-        world.pool = [item for item in world.pool if item.to != "prefill-0"]
-        world.flush()
-    world.settle(ticks=10)
-    assert room.failure["code"] == "KV_PEER_LOST"
-    assert world.now_ns < 40 * SECOND
 
 
 def test_hellos_while_the_transport_connects_connect_once() -> None:

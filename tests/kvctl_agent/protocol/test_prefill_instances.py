@@ -29,23 +29,6 @@ def two(other: Instance | None = None, **options: object) -> World:
     return world
 
 
-def test_instances_of_different_layouts_serve_one_decode_instance_at_once() -> None:
-    others = [
-        Instance(ParallelConfig(tp=2, pp=2, stages=(3, 1))),
-        Instance(ParallelConfig(cp=2), cp_mode="all"),
-        Instance(ParallelConfig(dp=2), introduced=False),
-    ]
-    world = World(ParallelConfig(tp=4), ParallelConfig(dp=2), others=others, shape=DEEP, ring=8)
-    world.connect()
-    for room in range(16):
-        instance = room % 4
-        world.receive(room, 5, reader=room // 8, instance=instance, prefix=room % 3)
-        world.send(room, 5, instance=instance, groups=[room % 5])
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    world.check_empty()
-
-
 def test_a_room_is_opened_at_the_ranks_of_its_own_instance() -> None:
     world = two()
     world.receive(8, 2, instance=1)

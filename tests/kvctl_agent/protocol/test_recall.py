@@ -88,19 +88,6 @@ def test_parts_queued_are_dropped_and_parts_in_transfer_finish() -> None:
     assert world.paths["slice"] == 3  # one of the two was ordered twice
 
 
-def test_pages_passed_before_the_recall_is_done_are_sent_after_it() -> None:
-    world = small(choose=direct)
-    world.receive(7, 2, aux=-1)
-    world.send(7, 2)
-    happen(world, "message", "engine")
-    calls = world.recall(7)
-    go_on(world, calls)
-    happen(world, "engine")
-    assert len(begin(world)) == 2  # those of the old pages only
-    world.settle()
-    assert succeeded(world)
-
-
 def test_nothing_is_queued_before_the_recall_has_ended() -> None:
     world = small(choose=direct)
     world.receive(7, 2)
@@ -118,23 +105,6 @@ def test_nothing_is_queued_before_the_recall_has_ended() -> None:
     happen(world, "complete", "event")
     assert world.recalls[P0, 7] == 1
     assert len(begin(world)) == 2, "the part and the aux row"
-    world.settle()
-    assert succeeded(world)
-
-
-def test_final_parts_are_not_queued_before_the_recall_has_ended() -> None:
-    world = small(choose=direct)
-    world.receive(7, 2)
-    world.send(7, 2)
-    happen(world, "message")
-    while not (7 in world.p().rooms and world.p().rooms[7].computed.complete):
-        world.happen(world.pool.pop(0))
-    happen(world, "begin")  # the recall comes before finish()
-    go_on(world, world.recall(7))
-    happen(world, "engine")
-    assert begin(world) == []
-    happen(world, "complete", "event")
-    assert len(begin(world)) == 1
     world.settle()
     assert succeeded(world)
 
@@ -174,20 +144,6 @@ def test_grants_and_credits_are_given_back_so_that_another_room_passes() -> None
     world.check_empty()
 
 
-def test_a_lost_return_of_a_grant_is_repeated_when_the_grant_comes_again() -> None:
-    world = small(ring=2)
-    world.receive(7, 1)
-    world.send(7, 1)
-    while not any(part.grant for transfer in world.p().state.transfers.values() for part in transfer.parts.values()):
-        world.happen(world.pool.pop(0))
-    calls = world.recall(7)
-    world.pool = [item for item in world.pool if item.kind != "message"]  # StagingRevoked is among them
-    go_on(world, calls)
-    world.settle()
-    assert succeeded(world)
-    world.check_empty()
-
-
 def test_a_recall_of_a_room_that_is_sent_needs_no_pages_again() -> None:
     world = small(choose=direct)
     world.receive(7, 2)
@@ -200,18 +156,6 @@ def test_a_recall_of_a_room_that_is_sent_needs_no_pages_again() -> None:
     assert succeeded(world)
     world.feed(P0, ev.Recall(7, 9))  # of a room that has ended
     assert world.recalls.get((P0, 7)) in (None, 1)
-
-
-def test_a_recall_in_layer_groups_keeps_the_parts_as_they_were_cut() -> None:
-    world = small(choose=direct)
-    world.receive(7, 2)
-    world.send(7, 2, groups=[1])
-    happen(world, "message", "engine")
-    calls = world.recall(7, groups=[2])
-    go_on(world, calls)
-    world.settle()
-    assert succeeded(world)
-    assert world.cut[True] >= 4
 
 
 def test_a_failure_during_a_recall_releases_the_pages() -> None:
@@ -362,38 +306,6 @@ def test_a_recall_before_the_room_is_opened_or_claimed() -> None:
     world.check_empty()
 
 
-def test_memory_of_a_recalled_room_is_kept_for_a_writer_that_is_lost() -> None:
-    world = small(choose=direct)
-    first = world.receive(7, 2)
-    world.send(7, 2)
-    happen(world, "message", "engine", "begin")
-    world.paused.add(P0)
-    world.feed(D, ev.Recall(7))
-    for _ in range(20):
-        world.tick(SECOND)
-    assert first.state is RoomState.FAILED
-    assert not first.released
-    assert world.d().quarantined_bytes
-    world.kill(P0)
-    assert first.released
-
-
-def test_both_sides_recall_at_once() -> None:
-    world = small(choose=direct)
-    first = world.receive(7, 2)
-    world.send(7, 2)
-    happen(world, "message", "engine", "begin")
-    calls = world.recall(7)
-    world.feed(D, ev.Recall(7))
-    world.settle(until=lambda: first.released)
-    assert world.recalls[P0, 7] == 1
-    second = world.receive(7, 2)
-    go_on(world, calls)
-    world.settle()
-    assert second.state is world.sent[P0, 7] is RoomState.SUCCESS
-    world.check_empty()
-
-
 # ---- deadlines ----------------------------------------------------------------------------------------------------
 
 
@@ -479,21 +391,6 @@ def test_a_failure_during_a_recall_abandons_the_parts_in_transfer(recalls: int) 
     world.feed(P0, ev.AbortRoom(7, "enough"))
     assert [token.cancelled for token in tokens] == [True]
     world.settle()
-    world.check_empty()
-
-
-def test_a_recall_between_the_layer_groups_of_a_forward() -> None:
-    """The first group is a part already; the layers that it lacks become another one."""
-    world = small(choose=direct)
-    world.receive(7, 2)
-    world.send(7, 2, groups=[1], declare=False)
-    happen(world, "message")
-    engine = world.pool.pop()
-    world.pool.append(engine._replace(what=engine.what[:2]))  # SendRoom, and the first group
-    happen(world, "message", "engine")
-    go_on(world, world.recall(7))  # in all layers at once
-    world.settle()
-    assert succeeded(world)
     world.check_empty()
 
 

@@ -128,19 +128,6 @@ def test_the_first_cause_wins_over_a_loss_that_comes_later() -> None:
     }
 
 
-def test_rooms_of_the_other_decode_ranks_go_on() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(dp=2))
-    world.connect()
-    for room in (6, 7):
-        world.receive(room, 3, reader=room % 2)
-    world.flush()
-    world.kill("decode-1")
-    world.send(6, 3)
-    world.flush()
-    assert world.rooms["decode-0", 6, 1000].state is RoomState.SUCCESS
-    assert {world.sent["prefill-0", 6], world.sent["prefill-1", 6]} == {RoomState.SUCCESS}
-
-
 # ---- quarantine ----------------------------------------------------------------------------------------------------
 
 
@@ -294,19 +281,6 @@ def test_a_room_for_an_instance_of_which_a_rank_is_lost_fails_soon_and_says_who(
     assert late.failure["code"] == "KV_PEER_LOST"
     assert "peer prefill-1 (incarnation" in late.failure["text"]
     assert late.released
-
-
-def test_a_room_waits_for_a_rank_that_is_back_in_time() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
-    world.kill("prefill-1")
-    room = world.receive(7, 2)
-    pass_time(world, TIMING.suspect_ns // 2)
-    world._start("prefill-1")
-    pass_time(world, 2 * TIMING.suspect_ns)
-    world.send(7, 2)
-    world.settle()
-    assert room.state is RoomState.SUCCESS
 
 
 @pytest.mark.parametrize("progress", ["answers", "registers", "missing"])

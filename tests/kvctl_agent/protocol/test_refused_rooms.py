@@ -6,9 +6,7 @@ import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode.rooms import RecvRooms
 from tests.support.protocol.simulation import SECOND, Instance, World, registry
 
@@ -88,19 +86,6 @@ def test_an_instance_that_is_not_connected_yet_is_told_when_it_is() -> None:
     check(world, 1)
 
 
-def test_an_opening_that_is_lost_costs_one_interval_of_resending(world: World) -> None:
-    world.send(7, 3)
-    world.flush()
-    refuse(world)
-    world.pool = [item for item in world.pool if not isinstance(codec.decode(item.what)[1][0], msg.RoomOpen)]
-    world.flush()
-    for _ in range(2):
-        world.tick(world.timing.resend_ns)
-        world.flush()
-    assert {world.sent[name, 7] for name in world.prefill_names} == {RoomState.FAILED}
-    check(world)
-
-
 class TestAbortedBeforeItIsOpened:
     """The decode rank is not connected to all ranks that compute the room: pages are free, and prefill learns of it."""
 
@@ -141,16 +126,6 @@ class TestAbortedBeforeItIsOpened:
         world.tick(SECOND)
         world.flush()
         assert {world.sent[name, 7] for name in world.names_of(1)} == {RoomState.FAILED}
-        check(world, 1)
-
-    def test_lost_messages_are_repeated(self, world: World) -> None:
-        world.send(7, 3, instance=1)
-        world.receive(7, 3, instance=1)
-        self.abort(world)
-        while not any(room.transfers for room in world.d().rooms.values()):
-            world.happen(world.pool.pop(0))
-        world.pool = [item for item in world.pool if item.kind != "message"]
-        world.settle()
         check(world, 1)
 
     def test_it_is_forgotten_if_they_do_not_connect_in_time(self, world: World) -> None:

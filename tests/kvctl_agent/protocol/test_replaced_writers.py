@@ -95,17 +95,6 @@ def test_another_process_cannot_take_over_an_incarnation_whose_end_it_would_prov
     assert decode.telemetry.metrics.total("kvctl_control_dropped_total") >= 1
 
 
-def test_earlier_incarnations_that_hold_nothing_are_forgotten() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
-    world.restart("prefill-0", proven=False)
-    for _ in range(20):
-        world.tick(SECOND)
-        world.flush()
-    assert world.d().peers["prefill-0"].state is PeerState.READY
-    assert not world.d().peers["prefill-0"].former
-
-
 def replaced(world: World) -> int:
     """prefill-0 is frozen with writes in flight, and another process takes its place; the frozen one's incarnation."""
     decode, frozen = world.d(), world.p().local

@@ -64,10 +64,6 @@ def test_a_ring_of_no_bytes_fits_nothing() -> None:
     assert not Ring(0).fits(1)
 
 
-def test_round_0_is_always_open() -> None:
-    assert may_write(0, 1 << 40, Position(0, 0))
-
-
 def test_a_region_of_the_next_round_opens_when_the_tail_has_passed_its_end() -> None:
     assert not may_write(1, 2 * UNIT, Position(0, UNIT))
     assert may_write(1, 2 * UNIT, Position(0, 2 * UNIT))
@@ -84,16 +80,6 @@ def test_the_watermark_is_the_oldest_region_not_yet_freed() -> None:
     assert log.free(first.serial)
     assert log.watermark == Position(0, 2 * UNIT)
     assert log.live == (third,)
-
-
-def test_freeing_in_any_order_ends_in_the_same_place() -> None:
-    for order in [(0, 1, 2), (2, 1, 0), (1, 2, 0)]:
-        log = ring(3)
-        regions = [log.allocate(UNIT) for _ in range(3)]
-        for place in order:
-            log.free(regions[place].serial)
-        assert log.watermark == Position(1, 0)
-        assert log.head == 0
 
 
 def test_freeing_twice_changes_nothing() -> None:

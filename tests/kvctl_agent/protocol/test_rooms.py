@@ -15,8 +15,8 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from tests.support.protocol.moments import dropped, messages_to, run_until, take
-from tests.support.protocol.oracle import PAGE_SIZE, place_of
+from tests.support.protocol.moments import messages_to
+from tests.support.protocol.oracle import PAGE_SIZE
 from tests.support.protocol.simulation import SECOND, Item, World, direct, staged
 
 LAYOUTS = [
@@ -48,22 +48,6 @@ def test_a_room_succeeds_between_any_two_layouts(
     world.check_empty()
 
 
-def test_a_rank_that_owes_the_keeper_nothing_accepts_the_room_all_the_same() -> None:
-    world = World(ParallelConfig(tp=4), ParallelConfig(tp=4))
-    world.connect()
-    for reader in range(4):
-        world.receive(7, 2, reader=reader)
-    world.flush()
-    assert {room.state for room in world.rooms.values()} == {RoomState.WAITING_FOR_INPUT}
-    for rank in range(4):
-        for (peer, *_), transfer in world.p(rank).state.transfers.items():
-            owing = {share.writer for share in world.owed(7, place_of(peer).rank)}
-            assert bool(transfer.planned) == (rank in owing)
-    world.send(7, 2)
-    world.settle()
-    assert set(world.sent.values()) == {RoomState.SUCCESS}
-
-
 def test_prefill_waits_for_input_only_when_all_expected_decode_ranks_have_opened() -> None:
     world = World(ParallelConfig(), ParallelConfig(tp=2))
     world.connect()
@@ -91,15 +75,6 @@ def test_decode_does_not_succeed_before_every_rank_has_accepted() -> None:
     assert set(world.sent.values()) == {RoomState.SUCCESS}
 
 
-def test_rooms_opened_before_the_instance_is_there_are_opened_when_it_is() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.receive(7, 2)
-    assert not world.d().rooms[7].transfers
-    world.send(7, 2)
-    world.settle()
-    assert world.sent["prefill-1", 7] is RoomState.SUCCESS
-
-
 def test_what_an_engine_computed_for_a_failed_room_does_not_go_into_the_next_one_of_that_number() -> None:
     world = World(ParallelConfig(), ParallelConfig(), choose=direct)
     world.connect()
@@ -113,30 +88,6 @@ def test_what_an_engine_computed_for_a_failed_room_does_not_go_into_the_next_one
     world.feed("prefill-0", ev.SendPages(7, np.arange(2, dtype=np.int32), True, 1))  # of the first life
     world.feed("prefill-0", ev.Finish(7, -1, 1))
     assert not [item for item in world.pool if item.kind == "begin"]
-
-
-def test_the_tail_of_a_send_is_held_back_to_the_grid() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), chunk_pages=4, choose=direct)
-    world.connect()
-    world.receive(7, 6)
-    world.flush()
-    for event in (ev.SendRoom(7), ev.SendPages(7, np.arange(3, dtype=np.int32), False, 1)):
-        world.feed("prefill-0", event)
-    assert not [item for item in world.pool if item.kind == "begin"]
-    world.feed("prefill-0", ev.SendPages(7, np.arange(3, 6, dtype=np.int32), True, 1))
-    begins = [item.what.order for item in world.pool if item.kind == "begin"]
-    assert [(order.key.chunk, order.src_pages.tolist()) for order in begins] == [(0, [0, 1, 2, 3]), (1, [4, 5])]
-
-
-def test_a_room_without_pages_and_aux_succeeds_when_all_have_accepted() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
-    room = world.receive(7, 3, prefix=3, aux=-1)
-    assert room.state is RoomState.BOOTSTRAPPING
-    world.flush()
-    assert room.state is RoomState.SUCCESS
-    world.send(7, 3)
-    world.settle()
 
 
 @pytest.mark.parametrize("claimed_first", [True, False])
@@ -192,16 +143,6 @@ def test_prefill_learns_the_prefix_of_a_room_that_has_ended_before_send() -> Non
     assert world.prefixes["prefill-0", 7] == 3 * PAGE_SIZE
 
 
-def test_aux_is_queued_only_after_all_kv_parts_of_its_leg() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), chunk_pages=1, choose=direct)
-    world.connect()
-    world.receive(7, 3)
-    world.send(7, 3)
-    run_until(world, "begin")
-    kinds = [item.what.order.kind for item in world.pool]
-    assert kinds == [PartKind.KV] * 3 + [PartKind.AUX]
-
-
 def test_every_message_twice_and_every_tag_twice_change_nothing() -> None:
     """A duplicate, late, reordered or malformed message changes nothing but a counter."""
     world = World(ParallelConfig(tp=2), ParallelConfig(), ring=3)
@@ -224,20 +165,6 @@ def test_every_message_twice_and_every_tag_twice_change_nothing() -> None:
     assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
     assert set(world.sent.values()) == {RoomState.SUCCESS}
     world.check_empty()
-
-
-def test_a_late_room_open_meets_a_tombstone_and_not_a_zombie() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
-    world.receive(7, 2)
-    opening = messages_to(world, "prefill-0", msg.RoomOpen)[0]
-    world.send(7, 2)
-    world.settle()
-    world.happen(opening)
-    assert not world.p().open_rooms
-    assert dropped(world, "prefill-0", "tombstone") == 1
-    world.flush()
-    assert not world.d().open_rooms
 
 
 def test_a_room_number_is_used_once_at_a_time() -> None:
@@ -263,18 +190,6 @@ def test_a_room_number_fits_64_bits(number: int) -> None:
         world.feed("decode-0", ev.OpenRoom(1, number, np.empty(0, np.int32), 0, 0, -1, "registry-0"))
 
 
-def test_a_number_can_be_used_again_under_another_nonce() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
-    for nonce in (5, 6):
-        world.sent.clear()
-        world.sent_released.clear()
-        world.receive(7, 2, nonce=nonce)
-        world.send(7, 2)
-        world.settle()
-    assert [room.state for room in world.rooms.values()] == [RoomState.SUCCESS] * 2
-
-
 def test_a_second_opening_of_an_active_number_is_refused() -> None:
     """By another dp rank: their bytes must not mix."""
     world = World(ParallelConfig(), ParallelConfig(dp=2))
@@ -289,20 +204,6 @@ def test_a_second_opening_of_an_active_number_is_refused() -> None:
     world.send(7, 2)
     world.settle()
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
-
-
-def test_a_lost_tag_of_a_part_that_holds_up_another_part_of_its_own_room_is_repaired() -> None:
-    """Found by a random schedule: the later part waits for the ring region that the untold one still holds."""
-    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
-    world.connect()
-    room = world.receive(7, 3, aux=-1)
-    world.send(7, 3)
-    run_until(world, "begin")
-    world.happen(take(world, "begin"))
-    world.happen(take(world, "complete"))
-    take(world, "tag")
-    world.settle(ticks=10)
-    assert room.state is RoomState.SUCCESS
 
 
 def test_a_rank_that_owes_nothing_learns_how_a_room_ended_even_if_it_was_thought_lost() -> None:
@@ -320,15 +221,6 @@ def test_a_rank_that_owes_nothing_learns_how_a_room_ended_even_if_it_was_thought
     world.d()._on_peer_lost(world.d().peers[idle], "test")
     world.settle(ticks=20)
     assert world.sent[idle, 7] is RoomState.SUCCESS
-
-
-def test_a_ring_of_no_bytes_serves_every_room_by_another_path() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=0)
-    world.connect()
-    room = world.receive(7, 3)
-    world.send(7, 3)
-    world.settle(ticks=1)
-    assert room.state is RoomState.SUCCESS
 
 
 def test_tags_that_fit_nothing_change_only_a_counter() -> None:

@@ -139,15 +139,6 @@ def test_a_failed_room_whose_writer_never_drains_is_counted_and_said_on_both_end
     made.check_empty()
 
 
-def test_a_ring_that_is_all_quarantined_makes_parts_take_another_path() -> None:
-    made = world(ring=2)
-    held_up(made, posted=True)
-    pass_time(made, 20)
-    assert made.d().state.grant_table.ring.largest_bytes == 0
-    assert run(made, range(20, 22)) == [RoomState.SUCCESS] * 2
-    assert made.counts["StagingRefused"] >= 1
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_random_silences_of_either_instance(seed: int) -> None:
     dice = random.Random(seed)

@@ -177,19 +177,3 @@ class TestPipelineParallel:
         assert failure["rank"] == "prefill-0"
         assert "finish() was not called" in failure["text"]
         assert "pp_early_send is off" in failure["text"]
-
-
-@pytest.mark.parametrize(
-    "prefill", [ParallelConfig(pp=2, cp=2, stages=(3, 1)), ParallelConfig(cp=2, tp=2), ParallelConfig(pp=2, dp=2, tp=2)]
-)
-@pytest.mark.parametrize("mode", ["rank0", "all", "all-chunk", "room-hash"])
-def test_every_axis_at_once(prefill: ParallelConfig, mode: str) -> None:
-    world = World(prefill, ParallelConfig(pp=2, tp=2, stages=(1, 3)), shape=DEEP, cp_mode=mode, ring=4)
-    world.connect()
-    for room in (7, 8):
-        for reader in range(4):
-            world.receive(room, 5, reader=reader, prefix=room - 7)
-        world.send(room, 5, split=[2])
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    world.check_empty()

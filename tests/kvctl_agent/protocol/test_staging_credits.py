@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
@@ -72,22 +71,6 @@ def test_what_is_computed_may_ask_for_as_much_again_and_goes_before_what_is_not(
     assert asked_for(world, "prefill-0") == [], "half of what it may ask for is still on its way"
     world.feed("prefill-0", ev.AbortRoom(15, "enough"))
     assert asked_for(world, "prefill-0") == [14]
-
-
-def test_every_room_has_its_turn() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=2, chunk_pages=1)
-    world.connect()
-    for room in ROOMS:
-        world.receive(room, 2)
-    world.flush()
-    for room in ROOMS:
-        world.send(room, 2)
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    for machine in (world.p(0), world.p(1)):
-        (credits,) = machine.state.credits.values()
-        assert (credits.asked_bytes, len(credits)) == (0, 0)
-    world.check_empty()
 
 
 def test_an_abort_gives_back_what_was_asked_for() -> None:

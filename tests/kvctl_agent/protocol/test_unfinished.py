@@ -141,18 +141,6 @@ def test_where_decode_gives_up_first_prefill_says_what_its_engine_has_not_passed
     assert failure["text"].endswith(text)
 
 
-def test_pages_that_a_stage_keeps_back_are_not_sent_without_finish() -> None:
-    world, room = opened(2, prefill=ParallelConfig(pp=2), early_send=False)
-    for name in world.prefill_names:
-        give(world, range(2), last=True, name=name)
-    assert not room.state.finished
-    assert not world.p().rooms[ROOM].released
-    for name in world.prefill_names:
-        world.feed(name, ev.Finish(ROOM, -1, 1))
-    world.settle()
-    assert ends(world, room) == {RoomState.SUCCESS}
-
-
 class TestUnsendable:
     @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
     def test_the_room_fails_on_every_rank_with_the_cause(self, name: str) -> None:

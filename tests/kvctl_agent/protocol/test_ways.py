@@ -6,9 +6,6 @@ in a simulated world with its oracle; failures that involve a thread or a socket
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +17,6 @@ import numpy as np
 import pytest
 import zmq
 
-import kvctl_agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
@@ -208,17 +204,6 @@ def three_tags() -> tuple[World, Any, list[bytes]]:
     return world, room, tags
 
 
-def test_completion_fired_on_the_last_chunks_arrival() -> None:
-    """The first tokens of long answers were nonsense: an early chunk came after the last one, and decode had begun."""
-    world, room, (first, second, last) = three_tags()
-    world.feed("decode-0", ev.Arrived(Tag.unpack(last), 1))
-    assert room.state is RoomState.TRANSFERRING
-    world.feed("decode-0", ev.Arrived(Tag.unpack(first), 1))
-    assert room.state is RoomState.TRANSFERRING
-    world.feed("decode-0", ev.Arrived(Tag.unpack(second), 1))
-    assert room.state is RoomState.SUCCESS
-
-
 def test_arrivals_counted_instead_of_collected() -> None:
     """A tag that was told twice made up for one that was still missing."""
     world, room, (first, second, last) = three_tags()
@@ -228,19 +213,6 @@ def test_arrivals_counted_instead_of_collected() -> None:
     assert tags_dropped(world, "duplicate") == 3
     world.feed("decode-0", ev.Arrived(Tag.unpack(second), 1))
     assert room.state is RoomState.SUCCESS
-
-
-@pytest.mark.parametrize("split", [(), (1,), (1, 1), (3,), (1, 3), (4,), (5,)])
-@pytest.mark.parametrize("prefix", [0, 1, 2, 3, 5])
-def test_the_two_sides_disagreeing_on_chunks_after_a_prefix_hit(split: tuple[int, ...], prefix: int) -> None:
-    """Rooms with a cached prefix hung or were wrong, others never: one side numbered chunks from the prefix on."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(), chunk_pages=2)
-    world.connect()
-    world.receive(7, 5, prefix=prefix)
-    world.send(7, 5, split=split)
-    world.settle()
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
-    world.check_empty()
 
 
 @pytest.mark.parametrize(("prefix", "split"), [(3, ()), (0, (3,)), (1, (2, 1)), (3, (3,))])
@@ -372,31 +344,6 @@ def test_an_exception_that_kills_a_control_thread(make_fleet: Any, monkeypatch: 
 
 
 # ---- all ranks, all rooms ------------------------------------------------------------------------------------------
-
-
-def test_an_is_dummy_method_that_is_always_truthy() -> None:
-    """With context parallelism ranks that owed nothing and ranks that owed all were treated alike, and rooms hung."""
-    world = World(ParallelConfig(cp=2), ParallelConfig(), cp_mode="rank0")
-    world.connect()
-    room = world.receive(7, 2)
-    world.send(7, 2, ranks=[1])
-    world.flush()
-    assert ("prefill-1", 7) in world.sent_released, "it owes nothing and has reported"
-    assert room.state is RoomState.WAITING_FOR_INPUT
-    world.send(7, 2, ranks=[0])
-    world.flush()
-    assert room.state is RoomState.SUCCESS
-
-
-def test_the_type_check_finds_a_method_that_is_asked_without_a_call(tmp_path: Path) -> None:
-    """The way above, wherever it may come again."""
-    sample = tmp_path / "sample.py"
-    sample.write_text("class Leg:\n    def is_dummy(self) -> bool: ...\n\n\nsilent = not Leg().is_dummy\n")
-    config = Path(kvctl_agent.__file__).parents[1] / "pyproject.toml"
-    check = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(config), "--cache-dir", os.devnull]
-    found = subprocess.run([*check, str(sample)], capture_output=True, text=True, timeout=250, check=False)
-    assert 'Function "is_dummy" could always be true in boolean context' in found.stdout, found.stderr
-    assert "truthy-function" not in config.read_text(), "nobody has turned it off"
 
 
 def things(root: object) -> Counter[str]:
