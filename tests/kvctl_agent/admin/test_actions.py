@@ -112,16 +112,6 @@ class TestAbort:
         assert [(row["room"], row["severity"]) for row in told] == [("7", "warning")]
         assert told[0]["text"].endswith("(asked by socket)")
 
-    def test_again_after_it_is_gone_and_of_a_room_that_nobody_knows(self, fleet: Any, desk: Desk) -> None:
-        asked(fleet, 7)
-        desk.done(fleet.decode[0], "abort", room="7")
-        fleet.settle()
-        again = desk.done(fleet.decode[0], "abort", room="7")
-        assert again["result"] == "unchanged"
-        assert "as Failed" in again["text"]
-        code, text = desk.refusal(fleet.decode[0], "abort", room="8")
-        assert (code, text) == ("unknown-room", "decode-0 knows no room 8, active or recent")
-
     def test_an_earlier_life_of_its_number_waits_for_nobody(self, make_fleet: Any, desk: Desk) -> None:
         fleet = make_fleet("loopback", prefill=(1, 1)).start()
         fleet.run(7, 8)
@@ -150,20 +140,6 @@ class TestAbort:
 
 
 class TestRelease:
-    @pytest.mark.parametrize("transport", ["loopback", "nixl"])
-    def test_an_unwritten_grant_is_given_back_and_the_room_arrives_all_the_same(
-        self, make_fleet: Any, desk: Desk, transport: str
-    ) -> None:
-        fleet = make_fleet(transport).start()
-        room = asked(fleet, 7)
-        first = [allocation["serial"] for allocation in allocations(fleet)]
-        for serial in first:
-            done = desk.done(fleet.decode[0], "release", serial=serial)
-            assert (done["subject"], done["result"]) == (f"allocation {serial}", "revoking")
-        until(lambda: len(now := [row["serial"] for row in allocations(fleet)]) == 2 and min(now) > max(first))
-        assert desk.done(fleet.decode[0], "release", serial=first[0])["result"] == "unchanged"
-        finish(fleet, room)
-
     def test_what_a_lost_writer_holds_is_freed_by_force_alone(self, make_fleet: Any, desk: Desk) -> None:
         """Its agent no longer answers, and its process, which is ours, lives: nothing proves that it will not write."""
         fleet = make_fleet("loopback", prefill=(1, 1), heartbeat_s=0.1, suspect_s=0.8, lost_s=2.0).start()
@@ -202,35 +178,6 @@ class TestRelease:
         assert desk.refusal(fleet.decode[0], "release", room="7")[0] == "unknown-room"
 
 
-class TestForget:
-    def test_a_lost_peer_and_its_instance_with_the_memory_that_it_may_write(self, make_fleet: Any, desk: Desk) -> None:
-        """Its agent no longer answers, and its process, which is ours, lives."""
-        fleet = make_fleet("loopback", prefill=(1, 1), heartbeat_s=0.1, suspect_s=0.8, lost_s=2.0).start()
-        decode = fleet.decode[0]
-        assert desk.refusal(decode, "forget", peer="prefill-0")[1].startswith("prefill-0 is ready, heard ")
-        assert desk.done(decode, "forget", peer="nobody")["result"] == "unchanged"
-        room = fleet.claim(fleet.receive(fleet.room(7, 8)))
-        room.sends[0].prefetch()
-        until(lambda: allocations(fleet))
-        mute(fleet.prefill[0])
-        until(lambda: [row["state"] for row in allocations(fleet)] == ["quarantined"])
-        assert "the agent was told to keep it" in desk.refusal(decode, "forget", peer="prefill-0")[1]
-        decode.disconnect(fleet.bootstrap)
-        until(lambda: not decode.machine.instances)
-        (row,) = desk.ask(decode, "peers")
-        assert (row["state"], row["needed"]) == ("lost", False)
-        assert "nothing proves" in desk.refusal(decode, "forget", peer="prefill-0")[1]
-        done = desk.done(decode, "forget", peer="prefill-0", force=True)
-        assert (done["result"], done["text"]) == (
-            "forgotten",
-            "prefill-0 is forgotten; the memory of 1 room is freed by force",
-        )
-        assert desk.ask(decode, "peers") == allocations(fleet) == []
-        (receive,) = room.receives.values()
-        until(lambda: receive.released)
-        fleet.prefill[0].close(0.5)  # it would wait for a control loop that has gone
-
-
 class TestDrain:
     def test_what_is_in_flight_goes_on_and_nothing_new_begins_until_it_is_resumed(self, fleet: Any, desk: Desk) -> None:
         room = asked(fleet, 7)
@@ -259,19 +206,6 @@ class TestDrain:
             assert (status["accepting"], status["draining"]) == (True, False)
             assert 0 <= status["resumed_age_ns"] < status["draining_age_ns"] < status["uptime_ns"]
         fleet.run(8, 8)
-
-    def test_a_prefill_rank_takes_what_was_opened_before_and_refuses_what_comes_after(
-        self, fleet: Any, desk: Desk
-    ) -> None:
-        before = fleet.receive(fleet.room(7, 8))
-        until(lambda: all(agent.parts.machine.knows(7) for agent in fleet.prefill))
-        for agent in fleet.prefill:
-            desk.done(agent, "drain")
-        after = fleet.receive(fleet.room(8, 8))
-        (late,) = after.receives.values()
-        assert late.wait(PATIENCE_S) is RoomState.FAILED
-        assert late.error["code"] == "KV_DRAINING"
-        finish(fleet, fleet.claim(before))
 
     def test_health_checks_go_on(self, fleet: Any, desk: Desk) -> None:
         for agent in (fleet.prefill[0], fleet.decode[0]):
@@ -324,13 +258,6 @@ class TestSet:
                 field = {"bootstrap_timeout_s": "bootstrap_ns", "waiting_timeout_s": "waiting_ns"}[key.name]
                 until(partial(waits, agent, field, 7 * 10**9))
             assert desk.done(agent, "set", key=key.name, value=wanted)["result"] == "unchanged"
-
-    def test_a_shorter_wait_ends_a_room_that_waits(self, fleet: Any, desk: Desk) -> None:
-        room = asked(fleet, 7)
-        assert desk.done(fleet.decode[0], "set", key="waiting_timeout_s", value="0.2")["result"] == "set"
-        (receive,) = room.receives.values()
-        assert receive.wait(PATIENCE_S) is RoomState.FAILED
-        assert receive.error["code"] == "KV_ROOM_STUCK_WAITING"
 
     @pytest.mark.parametrize(
         ("key", "value", "wanted"),

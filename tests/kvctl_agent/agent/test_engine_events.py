@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.errors import ConfigError, DeviceError, LocalProtocolError
+from kvctl_agent.errors import DeviceError, LocalProtocolError
 from tests.support.host_device import JUNK, HostDevice, HostEvent
-from tests.support.polling import until
 
 NEVER = 1 << 60
 SUCCESS, FAILED = {RoomState.SUCCESS}, {RoomState.FAILED}
@@ -114,16 +113,6 @@ def test_a_forward_that_failed(make_fleet: Any, devices: Any) -> None:
     assert all(receive.event is not None for receive in again.receives.values())
 
 
-def test_a_forward_that_does_not_end_has_a_deadline(make_fleet: Any, devices: Any) -> None:
-    fleet = make_fleet(device=devices, prefill=(1, 1), waiting_timeout_s=1.0).start()
-    room = fleet.claim(fleet.receive(fleet.room(1, 6)))
-    feed(fleet, room, 3)
-    assert room.wait() == FAILED
-    assert {error["code"] for error in room.errors()} <= {"KV_ROOM_STUCK_TRANSFER", "KV_ROOM_STUCK_WAITING"}
-    fleet.settle()
-    until(lambda: not fleet.prefill[0].parts.event_poller.waiting)
-
-
 def test_close_does_not_wait_for_forwards(make_fleet: Any, devices: Any) -> None:
     fleet = make_fleet(device=devices, prefill=(1, 1)).start()
     room = fleet.claim(fleet.receive(fleet.room(1, 6)))
@@ -190,9 +179,3 @@ class TestHostMemory:
         assert room.wait() == SUCCESS
         assert all(receive.event is None for receive in room.receives.values())
         assert fleet.prefill[0].parts.event_poller is None
-
-
-class TestSettings:
-    def test_the_direct_path_is_of_devices(self, make_fleet: Any) -> None:
-        with pytest.raises(ConfigError, match="direct"):
-            make_fleet(path="direct").start()

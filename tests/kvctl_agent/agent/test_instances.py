@@ -9,7 +9,6 @@ import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import ConfigError, LocalProtocolError
-from tests.support.polling import until
 
 
 def decode_alone(fleet: Any, bootstrap: Any = None) -> Any:
@@ -99,18 +98,6 @@ def test_a_prefill_rank_has_exactly_one_registry(make_fleet: Any, bootstrap: Any
         fleet.prefill_agent(0)
 
 
-def test_an_instance_that_is_not_there_leaves_the_others_usable(make_fleet: Any, short_directory: Any) -> None:
-    fleet = make_fleet(prefill=(1, 1)).start()
-    decode, absent = fleet.decode[0], f"ipc://{short_directory}/boot"
-    decode.connect(absent)
-    until(lambda: len(decode.observe.bootstrap()) >= 2, "the registry is not looked up")
-    assert decode.waiting_for() == f"no answer from the registry at {absent}"
-    assert decode.serving() == [fleet.bootstrap]
-    assert decode.observe.status()["not_ready"] is None
-    fleet.run(7, 4)
-    fleet.check()
-
-
 def test_disconnect_forgets_an_instance_and_connect_finds_it_again(make_fleet: Any) -> None:
     fleet = make_fleet(prefill=(1, 2)).start()
     (decode,) = fleet.decode
@@ -147,16 +134,3 @@ def test_wrong_calls_of_disconnect(make_fleet: Any) -> None:
     decode.close()
     with pytest.raises(LocalProtocolError, match="agent decode-0 is closed"):
         decode.disconnect(fleet.bootstrap)
-
-
-def test_a_room_of_an_instance_that_does_not_answer_fails_after_lost_s(make_fleet: Any, short_directory: Any) -> None:
-    fleet = make_fleet(prefill=(1, 1), suspect_s=0.2, heartbeat_s=0.1, lost_s=0.5).start()
-    absent = f"ipc://{short_directory}/boot"
-    receive = fleet.decode[0].receive(7, [0], prefill=absent)
-    assert receive.wait(30) is RoomState.FAILED
-    assert receive.error["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
-    assert receive.error["text"].endswith(f"the prefill instance at {absent}: no answer from its registry")
-    assert receive.released
-    fleet.decode[0].disconnect(absent)
-    fleet.decode[0].wait_ready(60)
-    fleet.run(8, 4)

@@ -67,14 +67,6 @@ def test_rooms_move_between_owners_of_the_key_and_its_threads_end(make_fleet: An
     assert fleet.total(fleet.prefill + fleet.decode, "kvctl_connections_refused_total") == 0
 
 
-def test_over_tcp_too(make_fleet: Any, fleet_key: str) -> None:
-    fleet = make_fleet(fleet_key=fleet_key)
-    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
-    fleet.start()
-    fleet.run(7, 8)
-    fleet.check()
-
-
 @pytest.mark.parametrize("with_key", [True, False], ids=["a stranger's key", "no key"])
 def test_registry_and_control_do_not_hear_strangers(
     make_fleet: Any, fleet_key: str, strangers: Any, with_key: bool

@@ -70,7 +70,7 @@ def decode(connection: Connection, bootstrap: str, gib: float, tp: int, page_siz
         agent.close()
 
 
-@pytest.mark.parametrize(("gib", "tp", "page_size"), [(1, 2, 1), (64, 2, 1), (64, 1, 16)])
+@pytest.mark.parametrize(("gib", "tp", "page_size"), [(1, 2, 1), (64, 1, 16)])
 def test_a_room_of_one_token_costs_its_rows_whatever_the_size_of_the_pools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float, tp: int, page_size: int
 ) -> None:

@@ -31,7 +31,6 @@ PAGE_SIZE, PAGES, CHUNK = 4, 64, 16
 STATES = (StateShape("conv", (0, 2, 5), 2, 4, 8), StateShape("index", (1, 3), 4, 1, 16))
 FULL = ModelShape(6, 4, 16, 8, 2, k_scale_bytes=4, v_scale_bytes=4, draft=ModelShape(1, 2, 8, 8, 2), states=STATES)
 PLAIN = ModelShape(6, 4, 16, 8, 2)
-LATENT = ModelShape(6, 1, 24, 0, 2, "mla")
 
 
 @dataclass
@@ -190,64 +189,6 @@ def ended(handles: Sequence[Send | Receive], timeout: float = 60.0) -> set[RoomS
     return {handle.wait(timeout) for handle in handles}
 
 
-class TestEveryLayout:
-    @pytest.mark.parametrize(("path", "mode"), [("slice", "plain"), ("staged", "declared")])
-    @pytest.mark.parametrize("cp_mode", ["rank0", "all", "all-chunk", "room-hash"])
-    def test_stages_cp_heads_scales_draft_and_state_at_once(
-        self, make: Make, cp_mode: str, path: str, mode: str
-    ) -> None:
-        fleet = make(
-            ParallelConfig(pp=2, cp=2, tp=2, stages=(2, 4)),
-            ParallelConfig(pp=2, tp=4),
-            FULL,
-            cp_mode=cp_mode,
-            path=path,
-        )
-        agents = fleet.prefill[0].agents
-        receives = fleet.receive(5, DST[2:], prefix_tokens=8, aux_index=1, state_indices=[[3], [4, 5, 6]])
-        sends = [agent.send(5) for agent in agents]
-        feed(sends, agents, mode, aux_index=2, state_indices=[[1], [9, 8, 7]])
-        assert ended([*receives, *sends]) == {RoomState.SUCCESS}, [each.error for each in [*receives, *sends]]
-        fleet.check({"kv": MOVED[2:], "conv": [(1, 3)], "index": [(9, 4), (8, 5), (7, 6)]})
-
-    def test_a_latent_is_written_once_by_one_rank_of_many(self, make: Make) -> None:
-        fleet = make(ParallelConfig(tp=4), ParallelConfig(tp=2), LATENT)
-        agents = fleet.prefill[0].agents
-        receives = fleet.receive(5, DST)
-        feed([agent.send(5) for agent in agents], agents, "plain")
-        assert ended(receives) == {RoomState.SUCCESS}
-        fleet.check({"kv": MOVED})
-        sent = [agent.telemetry.metrics.total("kvctl_parts_total") for agent in agents]
-        assert sorted(count > 0 for count in sent) == [False, False, True, True]
-
-    def test_layers_before_the_room_is_open_are_sent_when_it_is(self, make: Make) -> None:
-        fleet = make(ParallelConfig(pp=2, tp=2), ParallelConfig(tp=1))
-        agents = fleet.prefill[0].agents
-        sends = [agent.send(5) for agent in agents]
-        feed(sends, agents, "undeclared")
-        receives = fleet.receive(5, DST)
-        assert ended([*receives, *sends]) == {RoomState.SUCCESS}
-        fleet.check({"kv": MOVED})
-
-    def test_a_held_back_stage_sends_when_all_is_computed(self, make: Make) -> None:
-        fleet = make(ParallelConfig(pp=2), ParallelConfig(), pp_early_send=False)
-        first, last = fleet.prefill[0].agents
-        receives = fleet.receive(5, DST)
-        sends = [first.send(5), last.send(5)]
-        sends[0].pages(SRC, last=True)
-        sends[1].pages(SRC, last=True)
-        sends[1].finish()
-        deadline = time.monotonic() + 60
-        while receives[0].state is not RoomState.TRANSFERRING:  # the last stage never waits
-            assert time.monotonic() < deadline, f"the room is {receives[0].state.label}"
-            time.sleep(0.01)
-        assert receives[0].wait(0.3) is RoomState.TRANSFERRING
-        assert first.telemetry.metrics.total("kvctl_parts_total") == 0
-        sends[0].finish()
-        assert ended([*receives, *sends]) == {RoomState.SUCCESS}
-        fleet.check({"kv": MOVED})
-
-
 class TestStrides:
     """The memory of the two sides differs in the order of its axes."""
 
@@ -265,71 +206,6 @@ class TestStrides:
         feed(sends, agents, "declared", aux_index=2, state_indices=[[1], [9, 8, 7]])
         assert ended([*receives, *sends]) == {RoomState.SUCCESS}, [each.error for each in [*receives, *sends]]
         fleet.check({"kv": MOVED, "conv": [(1, 3)], "index": [(9, 4), (8, 5), (7, 6)]})
-
-    def test_the_cheapest_path_is_chosen_over_a_real_engine(self, make: Make) -> None:
-        fleet = make(ParallelConfig(tp=2), ParallelConfig(), layouts=("hnd", "fused"), transport="nixl", path="auto")
-        agents = fleet.prefill[0].agents
-        handles: list[Send | Receive] = []
-        for room in range(4):
-            handles += fleet.receive(room, DST)
-            sends = [agent.send(room) for agent in agents]
-            feed(sends, agents, "plain")
-            handles += sends
-            assert ended(handles) == {RoomState.SUCCESS}
-        fleet.check({"kv": MOVED})
-
-
-class TestSeveralPrefillInstances:
-    def test_instances_of_different_layouts_serve_one_decode_instance_at_once(self, make: Make) -> None:
-        sides = [ParallelConfig(tp=4), ParallelConfig(tp=2, pp=2), ParallelConfig(cp=2)]
-        fleet = make(sides, ParallelConfig(tp=2), cp_mode="all")
-        moved: list[tuple[int, int]] = []
-        handles: list[Send | Receive] = []
-        for number, place in enumerate(fleet.prefill):
-            target = 1 + 12 * number + np.arange(11)
-            handles += fleet.receive(number, target, prefill=place.endpoint)
-            sends = [agent.send(number) for agent in place.agents]
-            feed(sends, place.agents, "declared" if number else "plain")
-            handles += sends
-            moved += zip(SRC.tolist(), target.tolist(), strict=True)
-        assert ended(handles) == {RoomState.SUCCESS}
-        fleet.check({"kv": moved})
-
-    def test_an_instance_that_is_found_later_is_met_when_a_room_names_it(
-        self, make: Make, short_directory: Path
-    ) -> None:
-        fleet = make(ParallelConfig(), ParallelConfig())
-        later = Instance("prefill", ParallelConfig(tp=2), endpoint=f"ipc://{short_directory}/later")
-        later.agents = [fleet._agent(later, rank, f"later-{rank}", later.endpoint, {}) for rank in range(2)]
-        receives = fleet.receive(5, DST, prefill=later.endpoint)
-        feed([agent.send(5) for agent in later.agents], later.agents, "plain")
-        assert ended(receives) == {RoomState.SUCCESS}
-        fleet.check({"kv": MOVED})
-
-    @pytest.mark.parametrize(
-        ("name", "place"),
-        [("p0", "elsewhere"), ("other", "boot0"), ("p0", "boot0")],
-        ids=["moved", "renamed", "another layout of the same ranks"],
-    )
-    def test_an_instance_that_starts_anew_is_met_by_the_next_room(
-        self, make: Make, short_directory: Path, name: str, place: str
-    ) -> None:
-        """However little of its old life is left; the room opens before its registry is complete."""
-        fleet = make(ParallelConfig(tp=2), ParallelConfig())
-        for agent in fleet.prefill[0].agents:
-            agent.close()
-        new = Instance("prefill", ParallelConfig(pp=3), endpoint=f"ipc://{short_directory}/{place}")
-        new.agents = [fleet._agent(new, 0, f"{name}-0", new.endpoint, {})]
-        receives = fleet.receive(5, DST, prefill=new.endpoint)
-        new.agents += [fleet._agent(new, rank, f"{name}-{rank}", new.endpoint, {}) for rank in (1, 2)]
-        feed([agent.send(5) for agent in new.agents], new.agents, "plain")
-        assert ended(receives) == {RoomState.SUCCESS}, [receive.error for receive in receives]
-        fleet.check({"kv": MOVED})
-
-    def test_a_prefill_agent_serves_one_registry(self, make: Make) -> None:
-        fleet = make(ParallelConfig(), ParallelConfig())
-        with pytest.raises(ConfigError, match="2 bootstrap endpoints"):
-            fleet._agent(fleet.prefill[0], 0, "x", ["ipc:///a", "ipc:///b"], {})
 
 
 class TestRoomsThatMoveLittle:
@@ -364,32 +240,6 @@ class TestRoomsThatMoveLittle:
 
 
 class TestMisuse:
-    def test_state_items_that_do_not_match_fail_the_room_by_name(self, make: Make) -> None:
-        fleet = make(ParallelConfig(), ParallelConfig(), FULL)
-        agents = fleet.prefill[0].agents
-        receives = fleet.receive(5, DST, state_indices=[[3], [4, 5, 6]])
-        feed([agents[0].send(5)], agents, "plain", state_indices=[[1], [9]])
-        assert ended(receives) == {RoomState.FAILED}
-        assert "expects 3 items of state index, finish() gave 1" in receives[0].error["text"]  # type: ignore[index]
-
-    def test_layers_that_are_missing_at_the_end_fail_the_room_by_name(self, make: Make) -> None:
-        fleet = make(ParallelConfig(), ParallelConfig())
-        (agent,) = fleet.prefill[0].agents
-        receives = fleet.receive(5, DST)
-        send = agent.send(5)
-        send.layers(range(0, 2), SRC, last=True)
-        send.finish()
-        assert ended(receives) == {RoomState.FAILED}
-        assert "layers 0-5 do not stand at one page" in receives[0].error["text"]  # type: ignore[index]
-
-    def test_groups_that_leave_a_layer_out_fail_the_room_by_name(self, make: Make) -> None:
-        fleet = make(ParallelConfig(), ParallelConfig())
-        (agent,) = fleet.prefill[0].agents
-        receives = fleet.receive(5, DST)
-        agent.send(5).prefetch([range(0, 2), range(3, 6)])
-        assert ended(receives) == {RoomState.FAILED}
-        assert "layer groups 0-1, 3-5 do not tile layers 0-5" in receives[0].error["text"]  # type: ignore[index]
-
     def test_a_stage_must_say_of_what_model_it_is(self) -> None:
         k, v = [np.zeros((8, 2, 4), np.float16)], [np.zeros((8, 2, 4), np.float16)]
         pool = KVPool.from_tensors(k, v, page_size=4, total_kv_heads=2)

@@ -87,13 +87,7 @@ def test_all_rooms_complete(make_fleet: Any, model: Any, seed: int) -> None:
     assert fleet.total(fleet.prefill + fleet.decode, "kvctl_peer_lost_total") == 0
 
 
-def test_a_greeting_is_repeated_until_it_is_answered(make_fleet: Any) -> None:
-    fleet = make_fleet(prefill=(1, 2), resend_s=0.05, factories=bad_lines(7, 0.6)).start()
-    fleet.run(1, 4)
-    fleet.check()
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_aborts_under_loss_end_everywhere_and_release_everything(make_fleet: Any, model: Any, seed: int) -> None:
     wide = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=400, layers=2)
     quick = {"chunk_tokens": 32, "resend_s": 0.05, "heartbeat_s": 0.05}

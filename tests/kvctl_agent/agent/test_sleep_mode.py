@@ -30,11 +30,10 @@ def new_pool(fleet: Any, agent: Any) -> Any:
     return pool
 
 
-@pytest.mark.parametrize("transport", ["loopback", "nixl"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("moved", [False, True])
-def test_memory_goes_and_comes_back(make_fleet: Any, transport: str, role: str, moved: bool) -> None:
-    fleet = make_fleet(transport, prefill=(1, 2), decode=(1, 1)).start()
+def test_memory_goes_and_comes_back(make_fleet: Any, role: str, moved: bool) -> None:
+    fleet = make_fleet("nixl", prefill=(1, 2), decode=(1, 1)).start()
     fleet.run(1, 8, aux=1)
     agents = fleet.prefill if role == "prefill" else fleet.decode
     others = fleet.decode if role == "prefill" else fleet.prefill

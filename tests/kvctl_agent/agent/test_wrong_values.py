@@ -101,19 +101,6 @@ def test_integers_of_every_type_are_the_same_number(fleet: Any) -> None:
     assert fleet.errors() == []
 
 
-def test_numpy_numbers_stall_nobody(make_fleet: Any) -> None:
-    """They were kept as they are, and a frame with one of them was lost with all its messages."""
-    fleet = make_fleet("loopback", prefill=(1, 1)).start()
-    for room in [fleet.room(np.int64(number), 3, prefix=1, aux=np.int64(number)) for number in range(8)]:
-        fleet.feed(fleet.claim(fleet.receive(room)))
-        innocent = fleet.feed(fleet.claim(fleet.receive(fleet.room(int(room.number) + 100, 2))))
-        assert room.wait() | innocent.wait() == {RoomState.SUCCESS}, room.errors() + innocent.errors()
-        fleet.expect(room)
-        fleet.expect(innocent)
-    fleet.check()
-    assert fleet.errors() == []
-
-
 def test_a_wrong_value_is_refused_at_once_and_the_rooms_beside_it_go_on(make_fleet: Any) -> None:
     fleet = make_fleet("loopback", prefill=(1, 1)).start()
     decode, prefill = fleet.decode[0], fleet.prefill[0]
@@ -183,20 +170,6 @@ def test_a_handle_of_a_room_that_has_ended_says_nothing_to_the_next_one_of_its_n
     send.pages([1], last=True)
     send.finish()
     assert (receive.wait(60), send.wait(60)) == (RoomState.SUCCESS, RoomState.SUCCESS), receive.error
-
-
-def test_a_prefill_engine_that_never_calls_finish(make_fleet: Any) -> None:
-    """Decodes had all that it wanted and succeeded, while the prefill rank kept its pages and then failed."""
-    fleet = make_fleet("loopback", prefill=(1, 1)).start()
-    room = fleet.claim(fleet.receive(fleet.room(1, 3)))
-    room.sends[0].pages(room.src, last=True)
-    assert room.wait() == {RoomState.SUCCESS}, room.errors()
-    assert room.sends[0].sent
-    room.sends[0].finish(aux_index=1)
-    fleet.expect(room)
-    fleet.check()
-    fleet.settle()
-    assert fleet.errors() == []
 
 
 def test_a_message_that_cannot_be_encoded_fails_its_room_alone(make_fleet: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,11 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvctl
-import kvctl_agent
 from kvctl_agent.contract.values import encodable, integer, layer_range, shown
-
-_RANGE_BY_HAND = re.compile(r"""(?:layers? |\bL)\{[^{}]*\}(?:-| to |, )\{[^{}]*\}""")
 
 
 class Slot(IntEnum):
@@ -104,9 +98,3 @@ def test_lone_surrogates_are_escaped() -> None:
 
 def test_layer_ranges_include_both_ends() -> None:
     assert [layer_range(0, 4), layer_range(3, 4), layer_range(5, 5)] == ["0-3", "3", "[5, 5)"]
-
-
-def test_no_text_formats_a_layer_range_by_hand() -> None:
-    for package in (kvctl, kvctl_agent):
-        for path in Path(package.__file__).parent.rglob("*.py"):
-            assert not _RANGE_BY_HAND.search(path.read_text()), path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field
-from itertools import pairwise, permutations, product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -183,8 +183,6 @@ def test_pages_may_repeat_in_a_gather() -> None:
 
 # ---- strides ------------------------------------------------------------------------------------------------------
 
-# Orders of the axes of a layer: pages, tokens of a page, heads, K and V; the elements of a head come last.
-ORDERS = ["".join(order) for order in permutations("pthk")]
 NHD, HND, FUSED, BLOCKS_OUTER = "kpth", "kpht", "phtk", "pkth"
 
 
@@ -212,40 +210,6 @@ class Tensor:
         pages, rows, _, planes, width = self.logical.shape
         some = self.logical[:, :, head : head + heads].transpose(3, 0, 1, 2, 4)
         return some.reshape(planes, pages * split, rows // split, heads, width)
-
-
-@pytest.mark.parametrize("splits", [(1, 1), (1, 4), (2, 1)], ids=str)
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_axis_order_is_gathered_scattered_and_copied_to_another(order: str, splits: tuple[int, int]) -> None:
-    """Pages of a copy have 4 rows; the pages of each side have `splits` times as many."""
-    sizes, width, heads, src_head, dst_head = {"p": 4, "h": 3, "k": 2}, 16, 2, 1, 0
-    source = Tensor(order, {**sizes, "t": 4 * splits[0]}, width, 1)
-    into = ORDERS[-1 - ORDERS.index(order)]
-    target, same = (Tensor(name, {**sizes, "t": 4 * splits[1]}, width, seed) for seed, name in ((2, into), (3, order)))
-    src, dst = source.strides(splits[0]), target.strides(splits[1])
-    pages = np.array([3, 0, 2, 1, 0, 3], np.int32)  # three of each side
-    wanted = source.pages(splits[0], src_head, heads)[:, pages[:3]]
-
-    packed = np.zeros(wanted.shape, np.uint8)
-    whole = [(int(plane.ctypes.data), number) for number, plane in enumerate(packed)]
-    blocks = [(source.address(src_head, number), at, 0, 0, 3) for at, number in whole]
-    launch(Batch(Geometry(4, heads, width, src, None), np.array(blocks)), pages, SMALL)
-    assert np.array_equal(packed, wanted)
-
-    for other, strides, geometry in (
-        (target, dst, Geometry(4, heads, width, None, dst)),
-        (target, dst, Geometry(4, heads, width, src, dst)),
-        (same, same.strides(splits[1]), Geometry(4, heads, width, src, same.strides(splits[1]))),
-    ):
-        other.memory[:] = 0
-        blocks = [
-            (source.address(src_head, number) if geometry.src else at, other.address(dst_head, number), 0, 3, 3)
-            for at, number in whole
-        ]
-        batch = Batch(geometry._replace(dst=strides), np.array(blocks))
-        launch(batch, pages, SMALL)
-        assert np.array_equal(other.pages(splits[1], dst_head, heads)[:, pages[3:]], wanted)
-        assert np.count_nonzero(other.memory) == np.count_nonzero(wanted)  # and nothing else was written
 
 
 def test_what_is_contiguous_on_both_sides_is_merged() -> None:

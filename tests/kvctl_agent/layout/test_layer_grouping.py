@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -24,24 +23,6 @@ def sizes(grouping: Grouping) -> list[int]:
 
 
 class TestFormula:
-    @pytest.mark.parametrize(
-        ("layers", "tokens", "expected"),
-        [
-            (80, 3072, [8] * 10),  # at the threshold: 10 iters
-            (80, 9216, [20] * 4),  # 3 x the threshold: 4 iters
-            (80, 100_000, [20] * 4),
-            (80, 6144, [11] * 7 + [3]),  # halfway 7 iters, and floor division makes an eighth group
-            (80, 7000, [13] * 6 + [2]),  # t = 0.639, iters 6.16
-            (32, 3072, [3] * 10 + [2]),
-            (61, 9216, [15] * 4 + [1]),
-            (19, 3072, [1] * 19),  # far more than iters, where layers are few
-            (5, 3072, [1] * 5),
-        ],
-    )
-    def test_cases_computed_by_hand(self, layers: int, tokens: int, expected: list[int]) -> None:
-        grouping = group_layers(0, layers, ForwardInfo((tokens,)), ON)
-        assert (sizes(grouping), grouping.reason) == (expected, "formula")
-
     def test_the_average_over_requests_decides(self) -> None:
         assert sizes(group_layers(0, 80, ForwardInfo((1, 18431)), ON)) == [20] * 4
         assert group_layers(0, 80, ForwardInfo((1, 6142)), ON).reason == "few-tokens"  # 3071.5
@@ -78,14 +59,6 @@ class TestFormula:
         else:
             assert sizes(grouping)[:-1] == [group_size] * (ceil(layers / group_size) - 1)
             assert grouping.reason == "formula"
-
-    @given(layers=st.integers(5, 200), first=st.integers(0, 500), tokens=st.integers(3072, 50_000))
-    def test_groups_tile_the_layers(self, layers: int, first: int, tokens: int) -> None:
-        groups = group_layers(first, layers, ForwardInfo((tokens,)), ON).groups
-        assert (groups[0].start, groups[-1].stop) == (first, first + layers)
-        assert all(group.stop == following.start for group, following in pairwise(groups))
-        assert 0 < len(groups[-1]) <= len(groups[0])
-        assert len(groups) == formula_groups(tokens, layers, ON)
 
     @given(st.integers(5, 200), st.integers(3072, 50_000), st.integers(3072, 50_000))
     def test_longer_prompts_never_have_more_groups(self, layers: int, one: int, other: int) -> None:

@@ -199,15 +199,6 @@ def ranges(side: ParallelConfig, pp: int, tp: int, shape: ModelShape = SHAPE) ->
     return [(h.segment.name, h.layer_lo, h.layer_hi, h.head_lo, h.head_hi) for h in mine]
 
 
-def test_one_rank_holds_everything() -> None:
-    assert ranges(ParallelConfig(), 0, 0) == [
-        ("kv", 0, 6, 0, 8),
-        ("draft", 6, 7, 0, 2),
-        ("conv", 0, 4, 0, 1),
-        ("ssm", 0, 1, 0, 4),
-    ]
-
-
 def test_a_stage_holds_its_layers_the_state_beside_them_and_the_last_one_the_draft() -> None:
     side = ParallelConfig(pp=2, tp=4, stages=(4, 2))
     first, last = ranges(side, 0, 3), ranges(side, 1, 3)

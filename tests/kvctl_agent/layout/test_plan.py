@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.context_parallel import sole_cp_sender
 from kvctl_agent.layout.parallel import ParallelConfig, mix64
 from kvctl_agent.layout.plan import (
     TransferSlice,
@@ -47,45 +46,9 @@ def legal_tps(heads: int, most: int) -> list[int]:
 # --- Heads. ---
 
 
-def test_tp4_to_tp1_is_four_writers_of_two_heads_side_by_side() -> None:
-    owed = slices_to_reader(inputs_of(ParallelConfig(tp=4), ParallelConfig(dp=4)), room=9, reader=2)
-    assert [(s.writer, s.src_head, s.dst_head, s.heads) for s in owed] == [
-        (0, 0, 0, 2),
-        (1, 0, 2, 2),
-        (2, 0, 4, 2),
-        (3, 0, 6, 2),
-    ]
-    assert {s.reader for s in owed} == {2}
-    assert {(s.layer_lo, s.layer_hi) for s in owed} == {(0, 32)}
-
-
 def test_tp1_to_tp4_is_one_writer_with_a_slice_for_each_rank() -> None:
     owed = slices_of_writer(inputs_of(ParallelConfig(), ParallelConfig(tp=4)), room=9, decode_dp=0, writer=0)
     assert [(s.reader, s.src_head, s.dst_head, s.heads) for s in owed] == [(r, 2 * r, 0, 2) for r in range(4)]
-
-
-def test_sizes_of_which_neither_divides_the_other_share_the_intersections() -> None:
-    inputs = inputs_of(ParallelConfig(tp=6), ParallelConfig(tp=4), replace(SHAPE, num_kv_heads=24))
-    assert [(s.writer, s.reader, s.src_head, s.dst_head, s.heads) for s in transfer_slices(inputs, 1, 0)] == [
-        (0, 0, 0, 0, 4),
-        (1, 0, 0, 4, 2),
-        (1, 1, 2, 0, 2),
-        (2, 1, 0, 2, 4),
-        (3, 2, 0, 0, 4),
-        (4, 2, 0, 4, 2),
-        (4, 3, 2, 0, 2),
-        (5, 3, 0, 2, 4),
-    ]
-
-
-def test_each_decode_replica_gets_its_own_copy() -> None:
-    inputs = inputs_of(ParallelConfig(), ParallelConfig(tp=4), replace(SHAPE, num_kv_heads=2))
-    assert [(s.reader, s.src_head, s.heads) for s in transfer_slices(inputs, 3, 0)] == [
-        (0, 0, 1),
-        (1, 0, 1),
-        (2, 1, 1),
-        (3, 1, 1),
-    ]
 
 
 @pytest.mark.parametrize("room", [0, 1, 12345, 2**64 - 1])
@@ -157,27 +120,6 @@ def test_a_latent_has_one_writer_a_room_and_rooms_spread_over_all_ranks() -> Non
 # --- Pipeline stages. ---
 
 
-def test_layers_match_by_global_number_between_uneven_stages() -> None:
-    inputs = inputs_of(ParallelConfig(pp=2, stages=(20, 12)), ParallelConfig(pp=3, stages=(8, 16, 8)))
-    assert [(s.writer, s.reader, s.layer_lo, s.layer_hi) for s in transfer_slices(inputs, 3, 0)] == [
-        (0, 0, 0, 8),
-        (0, 1, 8, 20),
-        (1, 1, 20, 24),
-        (1, 2, 24, 32),
-    ]
-
-
-def test_a_draft_goes_from_last_stage_to_last_stage_with_its_own_rows() -> None:
-    draft = ModelShape(num_layers=1, num_kv_heads=4, k_dim=64, v_dim=32, dtype_bytes=2)
-    inputs = inputs_of(ParallelConfig(pp=2, tp=2), ParallelConfig(pp=2), replace(SHAPE, draft=draft))
-    owed = [share for share in transfer_slices(inputs, 3, 0) if share.segment == 1]
-    assert [(s.writer, s.reader, s.layer_lo, s.layer_hi, s.heads) for s in owed] == [
-        (2, 1, 32, 33, 2),
-        (3, 1, 32, 33, 2),
-    ]
-    assert {s.page_head_bytes for s in owed} == {16 * 192}
-
-
 def test_the_aux_row_is_sent_by_the_last_stage_and_cp_0() -> None:
     for mode in ("rank0", "all", "room-hash"):
         inputs = inputs_of(ParallelConfig(pp=2, cp=2, tp=2), ParallelConfig(pp=2), cp_mode=mode)
@@ -187,28 +129,6 @@ def test_the_aux_row_is_sent_by_the_last_stage_and_cp_0() -> None:
 
 
 # --- Context parallelism. ---
-
-
-def test_each_cp_rank_that_shares_a_room_owes_the_same_heads_and_layers() -> None:
-    inputs = inputs_of(ParallelConfig(cp=2, tp=2), ParallelConfig(), cp_mode="all")
-    owed = transfer_slices(inputs, 3, 0)
-    assert [(s.writer, s.dst_head, s.heads) for s in owed] == [(0, 0, 4), (1, 4, 4), (2, 0, 4), (3, 4, 4)]
-    pages = {
-        writer: sum(cell.count for cell in writer_cells(inputs, 3, writer, 0, total_pages=21, prefix_pages=0))
-        for writer in range(4)
-    }
-    assert pages == {0: 11, 1: 11, 2: 10, 3: 10}
-
-
-def test_cp_ranks_that_do_not_send_a_room_owe_nothing() -> None:
-    for mode in ("rank0", "room-hash"):
-        inputs = inputs_of(ParallelConfig(cp=2, tp=2), ParallelConfig(), cp_mode=mode)
-        for room in range(20):
-            owing = {rank for rank in range(4) if slices_of_writer(inputs, room, 0, rank)}
-            chosen = sole_cp_sender(mode, 2, room)
-            assert chosen is not None
-            assert owing == {2 * chosen, 2 * chosen + 1}
-            assert {rank for rank in range(4) if writer_cells(inputs, room, rank, 0, 5, 0)} == owing
 
 
 # --- State. ---

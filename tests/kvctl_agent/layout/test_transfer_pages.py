@@ -6,12 +6,9 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import WHOLE, Chunk, Stripe
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import transfer_slices, writer_cells
 from kvctl_agent.layout.plan_inputs import PlanInputs, transfer_page
@@ -19,34 +16,6 @@ from kvctl_agent.layout.shape import KVGroup, ModelShape
 
 SIZES = (1, 2, 4, 8, 16)
 SHAPE = ModelShape(2, 2, 1, 1, 1)
-
-
-@given(run=st.integers(1, 5), ranks=st.integers(1, 4), pages=st.integers(0, 100))
-def test_stripes_share_the_pages_of_a_prompt_in_turn(run: int, ranks: int, pages: int) -> None:
-    owners = [page // run % ranks for page in range(pages)]
-    for rank in range(ranks):
-        stripe = Stripe(run, ranks, rank)
-        mine = [page for page, owner in enumerate(owners) if owner == rank]
-        assert [stripe.position(own) for own in range(len(mine))] == mine
-        assert [stripe.before(page) for page in range(pages + 1)] == [
-            sum(page < end for page in mine) for end in range(pages + 1)
-        ]
-
-
-@given(first=st.integers(0, 30), count=st.integers(1, 30), run=st.integers(1, 4), ranks=st.integers(1, 3))
-def test_a_chunk_of_a_stripe_has_the_pages_of_both(first: int, count: int, run: int, ranks: int) -> None:
-    whole = Chunk(3, first, count)
-    assert whole.of_stripe(WHOLE) is whole
-    positions = np.arange(100, dtype=np.int32)
-    found: list[int] = []
-    for rank in range(ranks):
-        mine = whole.of_stripe(Stripe(run, ranks, rank))
-        pages = mine.source(positions, 1).tolist()
-        assert (len(pages), mine.index) == (mine.count, 3)
-        assert not pages or (pages[0], pages[-1] + 1) == (mine.first, mine.end)
-        assert all(page // run % ranks == rank for page in pages)
-        found += pages
-    assert sorted(found) == list(range(first, first + count))
 
 
 def test_every_token_comes_once_and_from_its_own_slot() -> None:

@@ -56,23 +56,6 @@ def test_both_sides_find_the_same(pools: tuple[KVPool, KVPool], lo: int, hi: int
     assert here == there
 
 
-@pytest.mark.parametrize(("layer", "plane", "byte"), [(0, 0, 0), (1, 1, 11), (2, 0, 15)])
-def test_one_bit_anywhere_is_found(pools: tuple[KVPool, KVPool], layer: int, plane: int, byte: int) -> None:
-    writer, reader = pools
-    width = (16, 12)[plane]
-    reader.segments[0].block(layer, plane).reshape(16, 4, 4, width)[THERE[1], 2, 3, byte] ^= 1
-    here, there = checksums(writer, reader)
-    assert here != there
-
-
-def test_bytes_outside_the_part_are_ignored(pools: tuple[KVPool, KVPool]) -> None:
-    writer, reader = pools
-    before = checksums(writer, reader)
-    reader.segments[0].block(0, 0).reshape(16, 4, 4, 16)[:, :, :2] ^= 255
-    writer.segments[0].block(0, 0).reshape(8, 4, 2, 16)[0] ^= 255
-    assert checksums(writer, reader) == before
-
-
 def test_pages_in_another_order_are_found(pools: tuple[KVPool, KVPool]) -> None:
     writer, reader = pools
     assert part_checksum(reader, SHARE, np.array(THERE[::-1], np.int32), 2, 0, 3) != checksums(writer, reader)[0]

@@ -118,31 +118,6 @@ def test_kernels_work_on_torch_tensors_of_any_element_size(dtype: torch.dtype) -
         assert tensor.view(3, 4, 4, -1)[1].any(), "a page that was not named stays"
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_what_is_gathered_here_and_scattered_there_reads_the_same(data: st.DataObject) -> None:
-    """Two ranks with different page numbers, pipeline stages and local heads, as prefill and decode have."""
-    heads = data.draw(st.integers(1, 4))
-    sides = [(heads + data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))) for _ in range(2)]
-    (from_heads, from_layer), (to_heads, to_layer) = sides
-    from_head, to_head = (data.draw(st.integers(0, total - heads)) for total, _ in sides)
-    planes = data.draw(st.sampled_from(list(PLANES.values())))
-    layers = range(2, 2 + data.draw(st.integers(1, 2)))
-    numbers = st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True)
-    source_pages = data.draw(numbers)
-    target_pages = data.draw(st.permutations(range(12)))[: len(source_pages)]
-    piece_bytes = data.draw(st.integers(1, 2000))
-    with (
-        filled(range(from_layer, layers.stop), 12, from_heads, planes, seed=1) as source,
-        filled(range(to_layer, layers.stop + 1), 12, to_heads, planes, seed=2) as target,
-    ):
-        region = gathered(source, layers, source_pages, from_head, heads, piece_bytes)
-        rows = RowIndex(target, target_pages, to_head, heads)
-        scatter_part(rows, target.part_layout(layers.start, layers.stop, len(target_pages), heads), region)
-        there = gathered(target, layers, target_pages, to_head, heads, piece_bytes)
-        assert there.tobytes() == region.tobytes()
-
-
 class TestRefusals:
     @pytest.fixture
     def memory(self) -> Iterator[SegmentMemory]:

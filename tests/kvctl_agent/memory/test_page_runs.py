@@ -21,26 +21,6 @@ def page_runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[tuple[
     return list(zip(*(words.tolist() for words in run_descriptors(src, dst, BYTES, BYTES, 1, zero, zero)), strict=True))
 
 
-def test_pages_merge_only_where_they_are_neighbours_on_both_sides() -> None:
-    assert page_runs([3, 4, 5, 9, 10], [7, 8, 20, 21, 22]) == [(3, 7, 2), (5, 20, 1), (9, 21, 2)]
-
-
-def test_contiguous_pages_are_one_run() -> None:
-    assert page_runs(range(100), range(50, 150)) == [(0, 50, 100)]
-
-
-def test_pages_handed_out_in_descending_order_are_one_run_too() -> None:
-    assert page_runs([9, 8, 7], [4, 3, 2]) == [(7, 2, 3)]
-
-
-def test_no_pages_are_no_runs() -> None:
-    assert page_runs([], []) == []
-
-
-def test_one_page_is_one_run() -> None:
-    assert page_runs([5], [0]) == [(5, 0, 1)]
-
-
 def test_the_callers_lists_are_left_alone() -> None:
     src, dst, zero = np.array([5, 4, 1]), np.array([1, 0, 3]), np.zeros(1, np.int64)
     run_descriptors(src, dst, BYTES, BYTES, 1, zero, zero)
@@ -97,11 +77,6 @@ def test_the_runs_of_each_block_begin_at_its_addresses(
     wanted = [(here + one, there + other, size) for here, there in blocks for one, other, size in runs]
     assert {words.dtype for words in found} == {np.dtype(np.uint64)}
     assert list(zip(*(words.tolist() for words in found), strict=True)) == wanted
-
-
-def test_transfer_pages_are_found_inside_the_pages_of_the_engine() -> None:
-    steps = PageSteps(page=1000, split=4, within=10)
-    assert steps.offsets(np.array([0, 3, 4, 9], np.int32)).tolist() == [0, 30, 1000, 2010]
 
 
 def test_descriptors_refuse_what_does_not_fit() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_origin
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,26 +81,6 @@ def test_any_content_is_unknown_or_of_the_declared_types(content: bytes) -> None
     for kind in KINDS:
         found = decoded(content, kind)
         assert found is None or isinstance(found, get_origin(kind) or kind)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        encoded({"accepting": "yes"}, [], []),
-        encoded({"peers": {"ready": -1.5}}, [], []),
-        b"\x81" * 5000,
-        msgspec.msgpack.encode({"keys": ["room"], "rows": [[1, 2]]}),
-        b"",
-    ],
-    ids=["text for a truth value", "fraction of a peer", "deep", "row of another length", "nothing"],
-)
-def test_a_wrong_value_leaves_the_whole_document_unknown(value: bytes) -> None:
-    assert published(value, Document.STATE).read(Document.STATE, State) == State()
-
-
-def test_one_document_read_as_another_is_unknown() -> None:
-    documents = published(rows_of({"key": 1}), Document.CONFIG)
-    assert documents.read(Document.CONFIG, Rows[ConfigRow]) == Rows()
 
 
 def test_asking_wakes_the_agent_four_times_a_second_at_most() -> None:

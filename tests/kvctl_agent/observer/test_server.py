@@ -82,12 +82,6 @@ class TestAnswers:
         assert any("wait_here" in frame for frame in by_name["stuck-worker"])
         assert "kvctl-admin-decode-0" in by_name
 
-    def test_pipelined_requests_are_answered_in_order(self, serve: Serve, connect: Connect) -> None:
-        client = connect(serve())
-        for number in range(500):
-            client.send(MAGIC, str(number).encode(), b'{"cmd":"status"}')
-        assert [client.receive()[1] for _ in range(500)] == [str(number).encode() for number in range(500)]
-
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -313,12 +307,6 @@ class TestThread:
         server = serve()
         with pytest.raises(AdminError, match="started before"):
             server.start()
-
-    def test_twenty_lives_leave_nothing(self, serve: Serve, connect: Connect) -> None:
-        for _ in range(20):
-            server = serve()
-            assert connect(server).ask("status")["ok"]
-            server.close()
 
 
 class TestLoop:

@@ -134,12 +134,6 @@ class TestNames:
         with pytest.raises(AdminError, match="file name"):
             serve(name)
 
-    def test_other_names_live_side_by_side(self, serve: Serve, connect: Connect) -> None:
-        servers = [serve(f"decode-{rank}") for rank in range(4)]
-        assert [connect(server).ask("hello")["data"]["name"] for server in servers] == [
-            f"decode-{rank}" for rank in range(4)
-        ]
-
 
 class TestOneHolder:
     def test_a_second_agent_is_refused_and_the_first_keeps_serving(self, serve: Serve, connect: Connect) -> None:
@@ -150,16 +144,6 @@ class TestOneHolder:
             serve()
         assert client.ask("status")["ok"]
         assert connect(first).ask("status")["ok"]
-
-    def test_across_processes_too(self, serve: Serve, directory: Path) -> None:
-        with agent(directory) as process:
-            assert line(process) == "ready"
-            with pytest.raises(AdminError, match=rf"pid {process.pid} \(it answers\)"):
-                serve()
-
-    def test_the_name_is_free_after_close(self, serve: Serve, connect: Connect) -> None:
-        serve().close()
-        assert connect(serve()).ask("status")["ok"]
 
     def test_a_served_name_whose_lock_file_was_removed_is_still_refused(
         self, serve: Serve, connect: Connect, directory: Path

@@ -11,14 +11,13 @@ import pytest
 
 from kvctl_agent.device.base import Export
 from kvctl_agent.errors import DeviceError, MemoryLayoutError, PeerDisconnected, TransportError
-from kvctl_agent.layout.parallel import LocalShard, ParallelConfig
-from kvctl_agent.layout.shape import ModelShape, Plane, Segment, StateShape
+from kvctl_agent.layout.parallel import ParallelConfig
+from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.pool import KVPool
-from kvctl_agent.paths.direct import PROGRAMS, DirectPath, check_pages, geometries, routes
-from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection, SegmentPair
+from kvctl_agent.paths.direct import PROGRAMS, DirectPath, geometries
+from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
 from kvctl_agent.protocol.tag import PartKind
 from tests.support.host_device import HostDevice, HostMapping
-from tests.support.strided import ORDERS, strided
 
 CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
 INDEX = StateShape("index", (1, 4), 1, 1, 20)  # the same on every rank
@@ -34,15 +33,6 @@ SIDES = {
     "tp4 to tp4": (ParallelConfig(tp=4), ParallelConfig(tp=4)),
     "pp3 to uneven pp2 tp2": (ParallelConfig(pp=3), ParallelConfig(pp=2, tp=2, stages=(4, 1))),
 }
-LAYOUTS: dict[str, dict[str, int]] = {
-    "odd intersections, tp6 to tp4": {"heads": 24, "prefill_tp": 6, "decode_tp": 4, "k_dim": 8, "v_dim": 8},
-    "replicated heads, tp8 to tp2": {"heads": 4, "prefill_tp": 8, "decode_tp": 2},
-    "one token a page": {"page_size": 1, "pages": 64},
-    "16 tokens a page": {"page_size": 16, "pages": 12, "prefill_tp": 4, "decode_tp": 2},
-    "single bytes": {"dtype_bytes": 1, "k_dim": 1, "v_dim": 3, "page_size": 3},
-}
-
-pytestmark = pytest.mark.parametrize("engine", ["loopback"])
 
 
 @pytest.fixture
@@ -90,11 +80,6 @@ def send_all(made: Any, device: HostDevice) -> None:
         way.close()
         assert mapping.closed
     made.check()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_serves_any_two_layouts(ends: Any, geometry: Any, device: HostDevice, layout: str) -> None:
-    send_all(ends(geometry(**LAYOUTS[layout])), device)
 
 
 @pytest.mark.parametrize("sides", SIDES)
@@ -305,40 +290,3 @@ def test_building_a_launch_costs_microseconds(ends: Any, geometry: Any, engine: 
     way, path = connection(made, share)[0], DirectPath(Nowhere())  # type: ignore[arg-type]
     order = made.order(share, np.arange(64), np.arange(64)[::-1])
     at_best(lambda: min(timeit.repeat(lambda: path.start(way, order), number=100, repeat=20)) / 100, 100e-6)
-
-
-@pytest.mark.parametrize("splits", [(1, 1), (4, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("order", ORDERS)
-def test_pages_of_different_strides_and_sizes(
-    engine: str, device: HostDevice, order: str, splits: tuple[int, int]
-) -> None:
-    """The engines' pages have their axes in different orders, and 4 tokens times `splits`."""
-    sides = []
-    for number, split in enumerate(splits):
-        planes = tuple(Plane(name, 4 * split, 16) for name in "kv")
-        shard = LocalShard(Segment(0, "kv", 0, 3, 4, planes), 0, 3, 0, 4)
-        sides.append(strided(shard, 8, ORDERS[ORDERS.index(order) - number], split, number))
-    (source, kept), (target, written) = sides
-    written[:] = 0
-    whole = Export(int(written.ctypes.data), written.nbytes, "ipc", b"", "HOST")
-    pair = SegmentPair(source.addresses, target.addresses, MappedMemory(HostMapping([whole], "nvlink")))
-    src, dst = np.array([7, 0, 3, 4]), np.array([1, 6, 2, 0])
-    check_pages(pair, src.astype(np.int32), dst.astype(np.int32))
-    batches = [route.batch(1, 3, len(src)) for route in routes(pair, 2, 1, 2)]
-    assert len(batches) == 1
-    device.copies().begin(batches, np.concatenate((src, dst), dtype=np.int32)).wait(None)
-    for layer in (1, 2):
-        for plane in (0, 1):
-            found, wanted = (
-                memory.elements(layer, plane).reshape(-1, 4, 4, 16)[pages, :, head : head + 2]
-                for memory, pages, head in ((target, dst, 1), (source, src, 2))
-            )
-            assert np.array_equal(found, wanted)
-            assert wanted.any()
-    moved = sum(
-        np.count_nonzero(source.elements(layer, plane).reshape(-1, 4, 4, 16)[src, :, 2:])
-        for layer in (1, 2)
-        for plane in (0, 1)
-    )
-    assert np.count_nonzero(written) == moved
-    assert kept.any()

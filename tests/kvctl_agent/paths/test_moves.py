@@ -11,25 +11,11 @@ from msgspec.structs import replace as replace_struct
 
 from kvctl_agent.errors import MemoryLayoutError
 from kvctl_agent.memory.addresses import PoolAddresses
-from kvctl_agent.memory.allocations import StagingBuffers
 from kvctl_agent.paths import bulk
 from kvctl_agent.paths.bulk import AuxPath, BulkPath
 from kvctl_agent.paths.slice import SlicePath
-from kvctl_agent.paths.staged import StagedPath
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from tests.kvctl_agent.paths.conftest import POISON
-from tests.support.numpy_copier import NumpyCopier
-
-LAYOUTS: dict[str, dict[str, int]] = {
-    "tp2 to tp1": {},
-    "tp1 to tp4": {"prefill_tp": 1, "decode_tp": 4},
-    "odd intersections, tp6 to tp4": {"heads": 24, "prefill_tp": 6, "decode_tp": 4, "k_dim": 8, "v_dim": 8},
-    "replicated heads, tp8 to tp2": {"heads": 4, "prefill_tp": 8, "decode_tp": 2},
-    "K wider than V": {"k_dim": 24, "v_dim": 16, "prefill_tp": 4, "decode_tp": 2},
-    "one token a page": {"page_size": 1, "pages": 64},
-    "16 tokens a page": {"page_size": 16, "pages": 12, "prefill_tp": 4, "decode_tp": 2},
-    "single bytes": {"dtype_bytes": 1, "k_dim": 1, "v_dim": 3, "page_size": 3},
-}
 
 
 def pages(kind: str, count: int, total: int) -> tuple[Any, Any]:
@@ -40,41 +26,6 @@ def pages(kind: str, count: int, total: int) -> tuple[Any, Any]:
     if kind == "descending":
         return np.arange(count)[::-1] + 1, np.arange(count)[::-1]
     return np.arange(count), np.arange(count) + total - count
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["random", "contiguous", "descending"])
-def test_slice_and_staged_serve_any_two_layouts(
-    ends: Any, geometry: Any, buffers: StagingBuffers, layout: str, kind: str
-) -> None:
-    made = ends(geometry(**LAYOUTS[layout]))
-    by_writer = [SlicePath() for _ in made.writers]  # a slice path belongs to one rank's pool
-    staged = StagedPath(buffers, NumpyCopier())
-    for name in ("slice", "staged"):
-        made.poison()
-        for share in made.geometry.shares():
-            src, dst = pages(kind, 9, made.geometry.pages)
-            made.expect(share, src, dst, (1, 3))
-            if name == "slice":
-                made.fly(by_writer[share.writer], share, src, dst, layers=(1, 3))
-            else:
-                made.fly(staged, share, src, dst, layers=(1, 3), grant=made.grant(share, 9, (1, 3)))
-                made.scatter(share, dst, (1, 3))
-        made.check()
-    assert buffers.in_use == 0
-
-
-@pytest.mark.parametrize("kind", ["random", "contiguous", "descending"])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_bulk_moves_whole_pages_between_ranks_of_the_same_heads(
-    ends: Any, geometry: Any, page_size: int, kind: str
-) -> None:
-    made = ends(geometry(prefill_tp=4, decode_tp=4, page_size=page_size, k_dim=24))
-    for share in made.geometry.shares():
-        src, dst = pages(kind, 9, made.geometry.pages)
-        made.expect(share, src, dst)
-        made.fly(BulkPath(), share, src, dst)
-    made.check()
 
 
 def test_bulk_merges_neighbours_into_one_descriptor_for_each_layer_and_plane(ends: Any, geometry: Any) -> None:

@@ -97,18 +97,6 @@ class TestAuto:
         assert made.choose(RING, SAME, 8, RUN) == "bulk"
         assert made.choose(RING, SAME, 8, SCATTERED) == "staged"
 
-    @pytest.mark.parametrize("connection", [FREE_DESCRIPTORS, DEAR_DESCRIPTORS])
-    @pytest.mark.parametrize("copy", [FREE_COPIES, DEAR_COPIES])
-    @pytest.mark.parametrize("share", [SAME, CUT])
-    @pytest.mark.parametrize("pages", [RUN, SCATTERED, RUN[:1]])
-    def test_it_is_the_cheapest_of_the_costs_it_states(
-        self, connection: ConnectionCost, copy: CopyCost, share: TransferSlice, pages: Any
-    ) -> None:
-        made = chooser(connection=connection, copy=copy)
-        costs = made.costs(share, 4, pages)
-        assert all(cost > 0 for cost in costs.values())
-        assert costs[made.choose(RING, share, 4, pages)] == min(costs.values())
-
     def test_what_is_impossible_has_no_cost(self) -> None:
         made = chooser(connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
         assert "bulk" not in made.costs(CUT, 4, RUN)

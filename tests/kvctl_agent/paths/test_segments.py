@@ -16,13 +16,9 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import TransferSlice
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.addresses import PoolAddresses, SegmentAddresses
-from kvctl_agent.memory.allocations import StagingBuffers
 from kvctl_agent.paths.bulk import BulkPath
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.slice import SlicePath
-from kvctl_agent.paths.staged import StagedPath
-from kvctl_agent.protocol.tag import PartKind
-from tests.support.numpy_copier import NumpyCopier
 
 CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
 INDEX = StateShape("index", (1, 4), 1, 1, 20)  # the same on every rank
@@ -65,33 +61,6 @@ def groups(share: TransferSlice) -> list[tuple[int, int]]:
     """Layer groups of a slice: the first layer, and the others."""
     lo, hi = share.layer_lo, share.layer_hi
     return [(lo, hi)] if hi == lo + 1 else [(lo, lo + 1), (lo + 1, hi)]
-
-
-@pytest.mark.parametrize("path", ["bulk", "slice", "staged"])
-@pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_segment_lands_where_the_plan_says_and_nowhere_else(
-    ends: Any, geometry: Any, buffers: StagingBuffers, model: str, sides: str, path: str
-) -> None:
-    prefill, decode = SIDES[sides]
-    made = ends(geometry(model=MODELS[model], prefill=prefill, decode=decode, pages=20))
-    by_writer = [SlicePath() for _ in made.writers]
-    staged = StagedPath(buffers, NumpyCopier())
-    for share in made.geometry.shares() + made.geometry.state_shares():
-        state = made.geometry.inputs().segments[share.segment].state
-        src, dst = moved(made, share)
-        for layers in groups(share):
-            made.expect(share, src, dst, layers)
-            more: dict[str, Any] = {"layers": layers, "kind": PartKind.STATE if state else PartKind.KV}
-            if path == "staged" and not state:
-                made.fly(staged, share, src, dst, grant=made.grant(share, len(src), layers), **more)
-                made.scatter(share, dst, layers)
-            elif path != "slice" and share.whole_rows:
-                made.fly(BulkPath(), share, src, dst, **more)
-            else:
-                made.fly(by_writer[share.writer], share, src, dst, **more)
-    made.check()
-    assert buffers.in_use == 0
 
 
 class Recorder:

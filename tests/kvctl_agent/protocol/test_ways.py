@@ -6,16 +6,11 @@ in a simulated world with its oracle; failures that involve a thread or a socket
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -23,10 +18,8 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import Tag
-from kvctl_agent.runtime.control_channel import ControlChannel
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.folded import folded
-from tests.support.polling import until
 from tests.support.protocol.moments import (
     asked,
     compute,
@@ -274,46 +267,6 @@ def test_a_silent_fall_back_to_a_path_a_thousand_times_slower() -> None:
 @pytest.fixture
 def telemetry() -> Telemetry:
     return Telemetry("here", "prefill")
-
-
-@pytest.fixture
-def served(
-    zmq_context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path, telemetry: Telemetry
-) -> Iterator[tuple[ControlChannel, ControlChannel]]:
-    """A prefill rank's control channel, and a decode rank's that is connected to it and has been heard."""
-    prefill, decode = (ControlChannel(zmq_context, name, 1, telemetry) for name in ("prefill-0", "decode-0"))
-    endpoint = prefill.serve(f"ipc://{socket_dir}/control")
-    decode.connect("prefill-0", endpoint)
-    decode.queue("prefill-0", msg.Bye(drained=True))
-    decode.flush()
-    until(lambda: list(prefill.receive(prefill.sockets())), "decode-0 was not heard")
-    yield prefill, decode
-    prefill.close()
-    decode.close()
-
-
-@pytest.mark.parametrize("end", ["stopped", "gone"])
-def test_a_blocking_send_to_a_dead_peer(
-    served: tuple[ControlChannel, ControlChannel], telemetry: Telemetry, end: str
-) -> None:
-    """One dead decode rank stopped a whole prefill rank: its control thread hung in a send."""
-    prefill, decode = served
-    if end == "gone":
-        decode.close()
-    unsent = partial(telemetry.metrics.total, "kvctl_control_dropped_total", "unsent")
-
-    def tell() -> None:
-        for room in range(200_000):  # many times what both ends and the kernel may hold
-            prefill.queue("decode-0", msg.RoomDrained(room, 1))
-            prefill.flush()
-            if room % 1000 == 0 and unsent():
-                return
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "a send waits for a peer that does not read"
-    assert unsent() > 0
 
 
 @pytest.mark.parametrize("where", ["handling a message", "carrying out an action"])

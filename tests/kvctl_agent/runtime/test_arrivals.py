@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from queue import Empty, Queue
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,15 +269,6 @@ def test_a_turn_reports_what_the_wait_before_it_has_found_and_looks_only_without
     rig.pool.close()
 
 
-def test_idle_it_costs_less_than_three_hundredths_of_a_core(rig: Rig, at_best: AtBest) -> None:
-    def share() -> float:
-        cpu, since = time.process_time(), time.monotonic()
-        time.sleep(0.5)
-        return (time.process_time() - cpu) / (time.monotonic() - since)
-
-    at_best(share, 0.03)
-
-
 def test_expecting_wakes_it_from_its_long_pause(rig: Rig, at_best: AtBest) -> None:
     def usual_s() -> float:
         waits: list[float] = []
@@ -441,12 +432,6 @@ class TestOnADevice:
             rig.tags.waiting = [TAG.pack()]
             assert isinstance(rig.report(), Arrived)
 
-    def test_checksums_are_computed_on_the_device(self, on_device: Rig, device: HostDevice) -> None:
-        order, pages = scatter(), np.array([3, 9], np.int32)
-        on_device.loop.put(Check(7, 9, PartKind.KV, order.key, order.share, pages))
-        assert on_device.report().found == part_checksum(on_device.pool, order.share, pages, 2, 1, 3)
-        assert device.summed
-
     def test_a_checksum_that_fails_is_told(self, on_device: Rig, device: HostDevice) -> None:
         order, pages = scatter(), np.array([3, 9], np.int32)
         device.fail_next = 1
@@ -455,13 +440,6 @@ class TestOnADevice:
         failed, found = on_device.report(), on_device.report()
         assert (failed.found, failed.text) == (None, "the stand-in device was told to fail this copy")
         assert found.found is not None
-
-    def test_kernels_of_checksums_are_compiled_where_they_are_expected(
-        self, telemetry: Telemetry, device: HostDevice
-    ) -> None:
-        with running(Rig(telemetry, device, compile_checksums=True)):
-            until(lambda: not (len(device.prepared_sums) < len(device.prepared) or not device.prepared))
-        assert {geometry.reversed() for geometry in device.prepared_sums} == {*device.prepared}
 
     def test_close_waits_for_what_was_begun(self, telemetry: Telemetry, device: HostDevice) -> None:
         device.slow = 200
@@ -497,17 +475,6 @@ def test_a_failing_engine_does_not_flood_the_recorder(rig: Rig, telemetry: Telem
         time.sleep(0.01)
     assert len(folded(telemetry).recorder.since(None, 1000)["events"]) <= 2 + time.monotonic() - since
     rig.tags.error = None
-
-
-def test_close_ends_it_in_the_middle_of_a_pause(telemetry: Telemetry) -> None:
-    rig = Rig(telemetry)
-    assert rig.loop.close(0.1)  # never started
-    rig = Rig(telemetry)
-    rig.loop.start()
-    assert rig.loop.close(60)
-    rig.tags.waiting = [TAG.pack()]
-    with pytest.raises(Empty):
-        rig.reported.get(timeout=0.05)
 
 
 def test_a_row_that_came_in_its_tag_is_in_its_slot_when_the_call_returns(telemetry: Telemetry) -> None:

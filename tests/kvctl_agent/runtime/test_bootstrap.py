@@ -78,20 +78,6 @@ def turns(
         time.sleep(0.001)
 
 
-def test_who_waits_is_told_who_is_missing(server: RegistryServer, ask: Ask) -> None:
-    reader = ask("decode-0")
-    assert reader.roster.missing == f"no answer from the registry at {reader.endpoint}"
-    turns(server, reader, until=lambda: reader.roster.missing == "no prefill rank has registered")
-    assert not reader.roster.complete
-    ranks = [ask(f"prefill-{tp}", rank(tp)) for tp in (0, 1, 4, 5, 6, 7)]
-    told = "6 of 8 prefill ranks registered, missing tp=2,3"
-    turns(server, reader, *ranks, until=lambda: reader.roster.missing == told)
-    assert not reader.roster.complete
-    ranks += [ask(f"prefill-{tp}", rank(tp)) for tp in (3, 2)]
-    turns(server, reader, *ranks, until=lambda: reader.roster.complete)
-    assert [known.name for known in reader.roster.ranks] == [f"prefill-{tp}" for tp in range(8)]
-
-
 @needs_root
 def test_a_registry_of_another_user_is_refused_until_the_right_one_serves(
     zmq_context: Context, endpoint: str, ask: Ask
@@ -155,17 +141,6 @@ def test_a_rank_that_does_not_fit_is_refused_in_words_and_changes_nothing(
     assert odd.roster.refused.startswith(f"the registry refuses {text}")
     assert not odd.roster.complete
     assert [known.name for known in odd.roster.ranks] == ["prefill-0"]
-
-
-def test_a_restarted_rank_replaces_itself_and_others_see_the_change(server: RegistryServer, ask: Ask) -> None:
-    reader, first = ask("decode-0"), ask("prefill-0", rank(0, 1))
-    turns(server, reader, first, until=lambda: reader.roster.complete)
-    again = ask("prefill-0-again", rank(0, 1, incarnation=2))
-    turns(server, again, until=lambda: again.roster.complete)
-    changes: list[bool] = []
-    reader.due_ns = 0  # else it would ask after seconds, being complete
-    turns(server, until=lambda: changes.append(reader.turn(time.monotonic_ns())) or any(changes))
-    assert [known.incarnation for known in reader.roster.ranks] == [2]
 
 
 def test_an_answer_that_says_the_same_is_no_change(server: RegistryServer, ask: Ask) -> None:

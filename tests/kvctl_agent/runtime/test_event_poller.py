@@ -117,19 +117,6 @@ class TestOrder:
         assert said[4].aux_index == 2
         assert [each.at_ns for each in said] == sorted(each.at_ns for each in said)
 
-    def test_what_comes_later_is_passed_on_at_once_again(self, send: Send, posted: Posted, device: HostDevice) -> None:
-        send.pages([1], event=device.engine_event(slow=2))
-        posted.wait(1)
-        send.finish()
-        assert isinstance(posted[-1], ev.Finish)
-
-    def test_rooms_do_not_wait_for_each_other(self, forwards: EventPoller, posted: Posted, device: HostDevice) -> None:
-        stuck, other = (Send(number, posted.put, REGION, BOUNDS, forwards) for number in (7, 8))
-        stuck.pages([1], event=device.engine_event(slow=NEVER))
-        other.pages([2], event=device.engine_event(slow=3))
-        (pages,) = posted.wait(1)
-        assert pages.room == 8
-
     def test_an_event_of_a_whole_batch_is_asked_once_a_look(
         self, forwards: EventPoller, posted: Posted, device: HostDevice
     ) -> None:
@@ -323,17 +310,6 @@ class TestCost:
 
         at_best(call, 100e-6)
 
-    def test_a_done_event_is_seen_soon(self, send: Send, posted: Posted, device: HostDevice, at_best: Any) -> None:
-        def late() -> float:
-            event = device.engine_event(slow=NEVER)
-            send.pages([1], event=event)
-            time.sleep(0.003)
-            count, ended_ns = len(posted), time.monotonic_ns()
-            end(event)
-            return float(posted.wait(count + 1)[-1].at_ns - ended_ns) / 1e9
-
-        at_best(late, 300e-6)
-
 
 class TestWrongCalls:
     def test_an_event_with_a_pool_in_host_memory(self, posted: Posted, device: HostDevice) -> None:
@@ -432,11 +408,6 @@ class TestReceive:
     def test_there_is_none_after_a_failure(self, device: HostDevice) -> None:
         receive = Receive(7, lambda event: None, REGION, device)
         receive.change_state(RoomState.FAILED, None)
-        assert receive.event is None
-
-    def test_there_is_none_of_host_memory(self) -> None:
-        receive = Receive(7, lambda event: None, REGION)
-        receive.change_state(RoomState.SUCCESS, None)
         assert receive.event is None
 
 

@@ -26,27 +26,10 @@ def memory() -> PageOwners:
     return PageOwners(KINDS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"), [(0, "page 2"), (1, "aux row 2"), (2, "item of state conv 2")], ids=["page", "aux", "state"]
-)
-def test_each_kind_belongs_to_one_room(memory: PageOwners, kind: int, text: str) -> None:
-    wanted = [numbers(), numbers(), numbers()]
-    wanted[kind] = numbers(0, 2)
-    memory.claim(7, tuple(wanted))
-    with pytest.raises(LocalProtocolError, match=f"room 8: {text} belongs to room 7, which may still be written to"):
-        memory.claim(8, (*wanted[:kind], numbers(1, 2), *wanted[kind + 1 :]))
-    memory.release(7)
-    memory.claim(8, tuple(wanted))
-
-
 def test_a_number_that_is_given_twice_is_refused_and_takes_nothing(memory: PageOwners) -> None:
     with pytest.raises(LocalProtocolError, match="room 7: page 3 is given twice"):
         memory.claim(7, (numbers(1, 3, 5, 3), numbers(0)))
     memory.claim(8, (numbers(1, 3, 5), numbers(0)))
-
-
-def test_an_unknown_room_has_nothing_to_free(memory: PageOwners) -> None:
-    memory.release(7)
 
 
 @given(

@@ -467,9 +467,6 @@ class TestClose:
         assert bench.loop.close(60)
         assert [bench.report().room for _ in range(20)] == list(range(20))
 
-    def test_it_is_idle_before_its_first_turn(self, telemetry: Telemetry) -> None:
-        assert Bench(telemetry).loop.close(0.1)
-
     def test_a_write_that_never_ends_keeps_it_until_its_fence_is_raised(self, telemetry: Telemetry) -> None:
         bench = Bench(telemetry)
         bench.loop.start()

@@ -118,21 +118,6 @@ class TestPrefill:
         assert prefill.finished(plain) == (False, None)
         assert not prefill.pending
 
-    def test_a_prompt_in_one_step(self) -> None:
-        prefill = half()
-        prefill.on_new_request(request(TO_DECODE))
-        meta = prefill.step(output({"r": ([5, 6, 7],)}, {"r": (0, 40)}))
-        assert passed(meta) == [("r", [5, 6, 7], 40, True)]
-
-    def test_chunks_pass_complete_blocks_only(self) -> None:
-        prefill = half()
-        prefill.on_new_request(request(TO_DECODE))
-        tables: Tables = {"r": ([5, 6],)}
-        assert passed(prefill.step(output(tables, {"r": (0, 20)}))) == [("r", [5], 20, False)]
-        assert passed(prefill.step(output(tables, cached={"r": (20, 11)}))) == [("r", [], 11, False)]
-        tables["r"] = ([5, 6, 7],)
-        assert passed(prefill.step(output(tables, cached={"r": (31, 9)}))) == [("r", [6, 7], 9, True)]
-
     def test_decoding_after_the_prompt_passes_nothing(self) -> None:
         prefill = half()
         prefill.on_new_request(request(TO_DECODE))
@@ -178,23 +163,6 @@ class TestPrefill:
         meta = prefill.step(output({"r": ([5, 6, 7, 8, 9], [0, 0, 7, 10, 11])}, {"r": (64, 6)}))
         assert meta.cached == [("r", ([5, 6, 7, 8], [-1, -1, 7, 10]))]
         assert passed(meta) == [("r", [9], [11], 6, True)]
-
-    def test_a_preempted_request_is_passed_again_from_its_new_blocks(self) -> None:
-        prefill = half()
-        prefill.on_new_request(request(TO_DECODE))
-        prefill.step(output({"r": ([5, 6],)}, {"r": (0, 32)}))
-        meta = prefill.step(output({}, preempted=["r", "another"]))
-        assert meta.preempted == ["r"]
-        meta = prefill.step(output({"r": ([9, 8, 7],)}, cached={"r": (16, 24)}))
-        assert meta.cached == [("r", ([9],))]
-        assert passed(meta) == [("r", [8, 7], 24, True)]
-
-    def test_a_request_preempted_after_its_prompt_is_passed_again(self) -> None:
-        prefill = half()
-        prefill.on_new_request(request(TO_DECODE))
-        prefill.step(output({"r": ([5, 6, 7],)}, {"r": (0, 40)}))
-        meta = prefill.step(output({"r": ([9, 8, 7],)}, cached={"r": (0, 40)}, preempted=["r"]))
-        assert (meta.preempted, passed(meta)) == (["r"], [("r", [9, 8, 7], 40, True)])
 
     @pytest.mark.parametrize("status", [vllm.RequestStatus.FINISHED_STOPPED, vllm.RequestStatus.FINISHED_LENGTH_CAPPED])
     def test_a_finished_request_keeps_its_blocks_and_tells_decode_where_they_are(

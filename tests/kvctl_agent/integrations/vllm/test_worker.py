@@ -174,28 +174,6 @@ class TestOrders:
         pair.sent(name)
         assert name not in pair.prefill.jobs
 
-    def test_both_at_once(self, pair: Pair) -> None:
-        name = pair.to_decode(pair.to_prefill(pair.name()))
-        pair.decode.receive(name)
-        pair.decode.step()
-        for tokens in (20, 44, 36):
-            pair.prefill.step({name: tokens})
-            pair.decode.step()
-        pair.prefill.finish(name)
-        pair.arrived(name)
-        pair.sent(name)
-
-    def test_a_request_that_decode_has_long_before_prefill(self, pair: Pair) -> None:
-        name = pair.to_decode(pair.name())
-        pair.decode.receive(name)
-        (receive,) = pair.decode.step().receives
-        assert receive.prefill == pair.registry
-        pair.to_prefill(name)
-        pair.prefill.step({name: 100})
-        pair.arrived(name)
-        pair.prefill.finish(name)
-        pair.sent(name)
-
     def test_a_step_that_computes_nothing_ends_when_a_room_does(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -448,22 +426,6 @@ class TestAbort:
         pair.prefill.finish(name)
         pair.sent(name)
         assert pair.failures(name) == {"prefill": "ABORTED", "decode": "ABORTED"}
-
-    @pytest.mark.parametrize("computed", [0, 100])
-    def test_at_decode_before_the_first_connection(self, make_pair: MakePair, computed: int) -> None:
-        pair = make_pair(hold_s=60.0, unclaimed_s=60.0)
-        name = pair.to_decode(pair.to_prefill("r"))
-        pair.prefill.step({name: computed} if computed else {})
-        pair.decode.receive(name)
-        pair.decode.step()
-        pair.decode.finish(name, ABORTED)
-        pair.decode.step()
-        if not computed:
-            pair.prefill.step({name: 100})
-        pair.prefill.finish(name)
-        pair.sent(name)
-        pair.received(name)
-        assert pair.failures(name)["prefill"] == "ABORTED"
 
     @pytest.mark.parametrize("known", [True, False], ids=["known at prefill", "unknown there"])
     def test_at_decode_while_it_waits_for_blocks(self, pair: Pair, known: bool) -> None:
