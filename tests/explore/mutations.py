@@ -62,14 +62,6 @@ def _serials_again(patch: Patch) -> None:
     patch.setattr(Ring, "allocate", again)
 
 
-def _parts_counted(patch: Patch) -> None:
-    def cover(room: RecvRoom, key: object) -> None:
-        room.missing -= 1
-
-    patch.setattr(RecvRoom, "grantable", lambda room, key: True)
-    patch.setattr(RecvRoom, "cover", cover)
-
-
 def _finals_counted(patch: Patch) -> None:
     def land_final(room: RecvRoom, final: object) -> bool:
         return bool(room.finals) and room.finals.pop() is not None
@@ -276,16 +268,6 @@ def _ordered_without_a_lease(patch: Patch) -> None:
     patch.setattr(Peer, "may_post", lambda peer, now_ns: peer.usable)
 
 
-def _grant_returned_once(patch: Patch) -> None:
-    return_grant = StagingRequests.return_grant
-
-    def once(staging: Any, transfer: PeerTransfer, part: Part, serial: int) -> None:
-        if serial > part.revoked:
-            return_grant(staging, transfer, part, serial)
-
-    patch.setattr(StagingRequests, "return_grant", once)
-
-
 def _done_without_the_rank_that_recalled(patch: Patch) -> None:
     patch.setattr(SendRoom, "sent", property(lambda room: all(each.sent for each in room.transfers.values())))
     patch.setattr(SendRoom, "done", property(lambda room: all(each.done for each in room.transfers.values())))
@@ -309,33 +291,9 @@ def _failure_elsewhere_forgotten(patch: Patch) -> None:
     patch.setattr(RecvRooms, "forget", forgetful)
 
 
-def _known_once(patch: Patch) -> None:
-    send_unanswered = RecvRooms.send_unanswered
-
-    def once(rooms: RecvRooms, room: RecvRoom, transfer: WriterTransfer) -> bool:
-        sent = send_unanswered(rooms, room, transfer)
-        transfer.accepted |= transfer.kept
-        return sent
-
-    patch.setattr(RecvRooms, "send_unanswered", once)
-    _asks_nobody(patch)
-
-
-def _keeper_told_once(patch: Patch) -> None:
-    tell_keeper = SendRooms.tell_keeper
-
-    def once(rooms: SendRooms, room: SendRoom) -> None:
-        if room.keeper is None or not room.keeper.resend_ns:
-            tell_keeper(rooms, room)
-
-    patch.setattr(SendRooms, "tell_keeper", once)
-
-
 MUTATIONS = (
     Mutation("a keeper waits for nobody", two_pairs(), Budget(), r"only .* has received it", _waits_for_nobody),
     Mutation("a keeper asks nobody", two_pairs(), Budget(deaf=((P1, D),)), STUCK, _asks_nobody),
-    Mutation("a keeper makes itself known once", two_pairs(opened=False), Budget(losses=1), STUCK, _known_once),
-    Mutation("a keeper is told once", two_pairs(), Budget(losses=1), STUCK, _keeper_told_once),
     Mutation(
         "a keeper forgets that the room has failed elsewhere",
         two_pairs(),
@@ -356,13 +314,6 @@ MUTATIONS = (
         Budget(early=1),
         r"grants serial 1 again",
         _serials_again,
-    ),
-    Mutation(
-        "arrivals are counted",
-        Scene(pages=2, paths=direct),
-        Budget(copies=1),
-        r"succeeds, but",
-        _parts_counted,
     ),
     Mutation("final parts are counted", Scene(aux=3, states=(1,)), Budget(copies=1), r"succeeds, but", _finals_counted),
     Mutation("an abort frees nothing", Scene(granted=True), Budget(aborts=((D, 7),)), STUCK, _not_freed_on_abort),
@@ -425,13 +376,6 @@ MUTATIONS = (
         _replaced_is_taken_for_dead,
     ),
     Mutation(
-        "a new incarnation is taken for proof of death, past the ring",
-        Scene(pages=2, paths=direct),
-        Budget(freezes=(P0,), restarts=(P0,)),
-        IN_FLIGHT,
-        _replaced_is_taken_for_dead,
-    ),
-    Mutation(
         "a new incarnation answers for the one before",
         Scene(pages=2, paths=direct),
         Budget(freezes=(P0,), restarts=(P0,)),
@@ -481,25 +425,11 @@ MUTATIONS = (
         _ordered_without_a_lease,
     ),
     Mutation(
-        "the grant of a recalled part is returned once",
-        Scene(granted=True, recalled=((P0, 7),)),
-        Budget(recalls=((P0, 7),), losses=1),
-        STUCK,
-        _grant_returned_once,
-    ),
-    Mutation(
         "a room is done without the decode rank that recalled it",
         Scene(paths=direct, recalled=((D, 7),)),
         Budget(recalls=((D, 7),)),
         r"only \[\] has received it",
         _done_without_the_rank_that_recalled,
-    ),
-    Mutation(
-        "drained is said with a write in flight, after a recall",
-        Scene(paths=direct, recalled=((D, 7),)),
-        Budget(recalls=((D, 7),)),
-        IN_FLIGHT,
-        _drained_said_too_early,
     ),
     Mutation(
         "success on the last chunk",

@@ -139,11 +139,6 @@ class TestWhyNot:
         fleet.run(1, 4)
         fleet.check()
 
-    def test_what_cannot_be_opened(self, make_fleet: Any, devices: Any) -> None:
-        devices["prefill"].why_no_open = "GPU 0 and GPU 1 are not peers"
-        fleet = make_fleet(prefill=(1, 1), device=devices).start()
-        assert self.shown(fleet) == "GPU 0 and GPU 1 are not peers"
-
 
 def test_no_kernel_measures_beyond_what_a_peer_exported(make_fleet: Any, devices: Any) -> None:
     fleet = make_fleet(prefill=(1, 1), path="direct", device=devices).start()

@@ -79,21 +79,6 @@ def test_nothing_moves_before_it_is_computed(make_fleet: Any, devices: Any, tran
     assert fleet.errors() == []
 
 
-def test_layer_groups_have_an_event_each(make_fleet: Any, devices: Any) -> None:
-    fleet = make_fleet(device=devices, prefill=(1, 1)).start()
-    room = fleet.claim(fleet.receive(fleet.room(1, 6)))
-    (send,) = room.sends
-    send.prefetch([range(0, 1), range(1, 2)])
-    event = launch(fleet.prefill[0], room.src)
-    send.layers(range(0, 1), room.src, last=True, event=event)
-    send.layers(range(1, 2), room.src, last=True, event=event)
-    send.finish()
-    event.finish()
-    assert room.wait() == SUCCESS, room.errors()
-    fleet.expect(room)
-    fleet.check()
-
-
 def test_a_forward_that_failed(make_fleet: Any, devices: Any) -> None:
     fleet = make_fleet(device=devices).start()
     room = fleet.claim(fleet.receive(fleet.room(1, 6)))

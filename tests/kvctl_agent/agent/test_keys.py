@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,11 +140,6 @@ class TestBadKeyFiles:
         path.write_text(secret_text("mixed", KeyPair(pair().public, pair().secret)))
         with pytest.raises(ConfigError, match=r"fleet_key: the two keys in .*mixed\.key are not a pair"):
             make_fleet().prefill_agent(0, fleet_key=str(path))
-
-    def test_one_that_others_can_read(self, make_fleet: Any, fleet_key: str) -> None:
-        os.chmod(fleet_key, 0o644)  # noqa: PTH101
-        with pytest.raises(ConfigError, match=r"fleet_key: .*chmod 600"):
-            make_fleet().prefill_agent(0, fleet_key=fleet_key)
 
     def test_a_file_of_clients_that_is_missing_is_an_error_of_the_start(
         self, make_fleet: Any, fleet_key: str, tmp_path: Path

@@ -12,11 +12,10 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LocalProtocolError
 from tests.support.agents import POISON
-from tests.support.host_device import JUNK, HostDevice
+from tests.support.host_device import JUNK
 from tests.support.polling import until
 
 SUCCESS, FAILED = {RoomState.SUCCESS}, {RoomState.FAILED}
-NEVER = 1 << 60
 
 
 def blocks(agent: Any) -> list[np.ndarray]:
@@ -111,29 +110,6 @@ class TestPrefill:
         assert show()["nonce"] != "0"
         finish(fleet, room, room.src)
         assert room.wait() == SUCCESS, room.errors()
-
-    def test_forwards_that_run_on_the_device_have_no_effect_any_more(self, make_fleet: Any) -> None:
-        device = HostDevice()
-        fleet = make_fleet(device={"prefill": device}, prefill=(1, 1), chunk_tokens=16).start()
-        room = fleet.claim(fleet.receive(fleet.room(1, 12)))
-        (send,) = room.sends
-        launched = [device.engine_event(lambda: None, slow=NEVER) for _ in range(2)]
-        send.prefetch()
-        send.pages(room.src[:4], event=launched[0])
-        send.pages(room.src[4:], last=True, event=launched[1])
-        send.finish()
-        send.recall()
-        assert send.wait_recalled(60)
-        for event in launched:
-            event.finish()
-        again = device.engine_event(lambda: None, slow=NEVER)
-        send.pages(move(fleet, room), last=True, event=again)
-        send.finish()
-        assert send.state is not RoomState.SUCCESS
-        again.finish()
-        assert room.wait() == SUCCESS, room.errors()
-        fleet.expect(room)
-        fleet.check()
 
     def test_rooms_that_have_ended_or_move_nothing(self, make_fleet: Any) -> None:
         fleet = make_fleet(prefill=(1, 1)).start()

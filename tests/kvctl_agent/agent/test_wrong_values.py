@@ -157,21 +157,6 @@ def test_a_reason_that_cannot_be_encoded_is_told_to_every_rank_as_escapes(make_f
     assert (receive.released, send.released) == (True, True)
 
 
-def test_a_handle_of_a_room_that_has_ended_says_nothing_to_the_next_one_of_its_number(fleet: Any) -> None:
-    decode, prefill = fleet.decode[0], fleet.prefill[0]
-    old = decode.receive(7, [1]), prefill.send(7)
-    old[0].abort("enough")
-    assert {handle.wait(60) for handle in old} == {RoomState.FAILED}
-    receive, send = decode.receive(7, [1]), prefill.send(7)
-    old[0].abort("again")
-    old[1].prefetch()
-    old[1].pages([5, 6, 7])
-    old[1].finish(aux_index=3)
-    send.pages([1], last=True)
-    send.finish()
-    assert (receive.wait(60), send.wait(60)) == (RoomState.SUCCESS, RoomState.SUCCESS), receive.error
-
-
 def test_a_message_that_cannot_be_encoded_fails_its_room_alone(make_fleet: Any) -> None:
     """What the checks of the public API do not know of: a bug."""
     fleet = make_fleet("loopback", prefill=(1, 1)).start()

@@ -219,21 +219,6 @@ class TestOrders:
         assert name not in pair.decode.failed
         pair.decode.finish(name)
 
-    def test_many_at_once(self, pair: Pair) -> None:
-        names = [pair.to_decode(pair.to_prefill(pair.name(), 40 + n), 40 + n) for n in range(8)]
-        for name in names[::2]:
-            pair.decode.receive(name)
-        pair.decode.step()
-        pair.prefill.step(dict.fromkeys(names, 30))
-        for name in names[1::2]:
-            pair.decode.receive(name)
-        pair.decode.step()
-        pair.prefill.step({name: 10 + n for n, name in enumerate(names)})
-        for name in names:
-            pair.prefill.finish(name)
-        pair.arrived(*names)
-        pair.sent(*names)
-
 
 class TestLayouts:
     @pytest.mark.parametrize(
@@ -344,14 +329,6 @@ class TestLayouts:
         with pytest.raises(ValueError, match="at the end of each pipeline stage but the last"):
             make_pair(model, model, axes=({"pp": 2}, {}))
 
-    def test_servers_that_do_not_match_fail_their_requests(self, make_pair: MakePair) -> None:
-        pair = make_pair(Model(), Model(groups=(((0, 1, 2), None),)))
-        name = pair.to_decode(pair.to_prefill("r"))
-        pair.decode.receive(name)
-        pair.received(name)
-        assert name in pair.decode.failed
-        assert pair.failures(name)["decode"] == "KV_COMPAT_MISMATCH"
-
 
 class TestPreemption:
     def test_blocks_are_taken_back_before_others_use_them(self, pair: Pair) -> None:
@@ -366,19 +343,6 @@ class TestPreemption:
             pair.to_decode(each)
             pair.decode.receive(each)
         pair.arrived(name, other)
-        pair.sent(name, other)
-
-    def test_while_decode_is_receiving(self, pair: Pair) -> None:
-        name, other = pair.to_decode(pair.to_prefill(pair.name())), pair.to_prefill(pair.name())
-        pair.decode.receive(name)
-        pair.decode.step()
-        pair.prefill.step({name: 80})
-        pair.prefill.step({other: 100}, preempted=[name])
-        pair.prefill.step({name: 48})
-        pair.prefill.step({name: 52})
-        pair.prefill.finish(name)
-        pair.arrived(name)
-        pair.prefill.finish(other, ABORTED)
         pair.sent(name, other)
 
     def test_blocks_that_are_still_read_stop_the_step(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
