@@ -191,6 +191,17 @@ class TestReady:
         with pytest.raises(DeadlineExceeded, match="it has not been started"):
             fleet.decode[0].wait_ready(0.02)
 
+    def test_a_rank_that_claims_anothers_place_is_refused(self, make_fleet: Any) -> None:
+        fleet = make_fleet(prefill=(1, 2)).start()
+        impostor = fleet.prefill_agent(1, name="impostor")
+        fleet.prefill.append(impostor)
+        with pytest.raises(ConfigError, match="the registry refuses impostor claims tp=1, which prefill-1 holds"):
+            impostor.start().wait_ready(60)
+        impostor.close()
+        fleet.prefill.pop()
+        fleet.run(1, 4)
+        fleet.check()
+
 
 class TestNames:
     def test_a_second_agent_of_a_living_ones_name_is_refused(self, make_fleet: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,3 +150,8 @@ class TestBadKeyFiles:
         )
         with pytest.raises(AdminError, match="admin_clients: cannot read"):
             agent.start()
+
+    def test_one_that_others_can_read(self, make_fleet: Any, fleet_key: str) -> None:
+        os.chmod(fleet_key, 0o644)  # noqa: PTH101
+        with pytest.raises(ConfigError, match=r"fleet_key: .*chmod 600"):
+            make_fleet().prefill_agent(0, fleet_key=fleet_key)

@@ -208,6 +208,28 @@ class TestStrides:
         fleet.check({"kv": MOVED, "conv": [(1, 3)], "index": [(9, 4), (8, 5), (7, 6)]})
 
 
+class TestSeveralPrefillInstances:
+    @pytest.mark.parametrize(
+        ("name", "place"),
+        [("p0", "elsewhere"), ("other", "boot0"), ("p0", "boot0")],
+        ids=["moved", "renamed", "another layout of the same ranks"],
+    )
+    def test_an_instance_that_starts_anew_is_met_by_the_next_room(
+        self, make: Make, short_directory: Path, name: str, place: str
+    ) -> None:
+        """However little of its old life is left; the room opens before its registry is complete."""
+        fleet = make(ParallelConfig(tp=2), ParallelConfig())
+        for agent in fleet.prefill[0].agents:
+            agent.close()
+        new = Instance("prefill", ParallelConfig(pp=3), endpoint=f"ipc://{short_directory}/{place}")
+        new.agents = [fleet._agent(new, 0, f"{name}-0", new.endpoint, {})]
+        receives = fleet.receive(5, DST, prefill=new.endpoint)
+        new.agents += [fleet._agent(new, rank, f"{name}-{rank}", new.endpoint, {}) for rank in (1, 2)]
+        feed([agent.send(5) for agent in new.agents], new.agents, "plain")
+        assert ended(receives) == {RoomState.SUCCESS}, [receive.error for receive in receives]
+        fleet.check({"kv": MOVED})
+
+
 class TestRoomsThatMoveLittle:
     def test_a_fake_room_succeeds_at_once_and_nobody_hears_of_it(self, make: Make) -> None:
         fleet = make(ParallelConfig(), ParallelConfig())
