@@ -6,8 +6,8 @@ import difflib
 import operator
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 _Number = TypeVar("_Number", int, float)
 
@@ -45,6 +45,18 @@ def shown(value: object) -> str:
 def encodable(text: str) -> str:
     """Replaces lone surrogates in `text`, which UTF-8 cannot encode, with the escape \\udXXX."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def all_encodable(value: Any) -> Any:
+    """Returns a copy of nested lists, tuples and mappings in which every text is as `encodable` returns it."""
+    match value:
+        case str():
+            return encodable(value)
+        case Mapping():
+            return {all_encodable(key): all_encodable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [all_encodable(each) for each in value]
+    return value
 
 
 def layer_range(lo: int, hi: int) -> str:

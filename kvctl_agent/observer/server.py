@@ -25,7 +25,7 @@ import zmq
 from kvctl_agent.contract.admin import MAGIC, MAX_REPLY_BYTES, ErrorCode
 from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
 from kvctl_agent.contract.snapshots import CommandInfo, Hello, ThreadStack
-from kvctl_agent.contract.values import encodable
+from kvctl_agent.contract.values import all_encodable, encodable
 from kvctl_agent.errors import AdminError, RequestRefused
 from kvctl_agent.observer.endpoints import (
     FRAME_LIMIT,
@@ -145,10 +145,6 @@ class AdminService:
         self._commands[command.name] = command
         self._capabilities = sorted(self._commands)
         self._handlers[command.name] = handler
-
-    def replace(self, handlers: Mapping[str, Handler]) -> None:
-        """Replaces handlers of commands; a request that is being answered keeps its handler."""
-        self._handlers.update(handlers)
 
     def bind(self, path: Path, spare: int = SPARE_DESCRIPTORS) -> None:
         """Binds the Unix socket, whose file must not exist; raises AdminError.
@@ -487,19 +483,7 @@ def to_json(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
     except TypeError:
-        return orjson.dumps(_encodable(value))
-
-
-def _encodable(value: Any) -> Any:
-    """Returns a copy of a reply in which all texts have their lone surrogates escaped."""
-    match value:
-        case str():
-            return encodable(value)
-        case dict():
-            return {_encodable(key): _encodable(each) for key, each in value.items()}
-        case list() | tuple():
-            return [_encodable(each) for each in value]
-    return value
+        return orjson.dumps(all_encodable(value))
 
 
 def command_list(commands: Iterable[Command] = COMMANDS) -> list[CommandInfo]:

@@ -1,7 +1,7 @@
 """Events that the protocol machines handle, and actions that they return.
 
 Events are facts: a message arrived, a write completed, the engine made a call, time passed. Actions are orders that
-`runtime/` executes. Both are immutable, so that they may cross threads and be recorded.
+`runtime/` executes. Both are immutable, so that they may cross threads.
 """
 
 from __future__ import annotations

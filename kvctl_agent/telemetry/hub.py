@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvctl_agent.contract.snapshots import Role
-from kvctl_agent.contract.values import encodable
+from kvctl_agent.contract.values import all_encodable
 from kvctl_agent.telemetry import records as rec
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.durations import InterpreterWaits, Latencies
@@ -261,17 +261,6 @@ def _escaped(value: Any) -> bytes | None:
     Returns None if MessagePack has no form for it: that must not stop the control loop.
     """
     try:
-        return _encode(_encodable(value))
+        return _encode(all_encodable(value))
     except Exception:
         return None
-
-
-def _encodable(value: Any) -> Any:
-    """Returns a value in which lone surrogates of texts are replaced."""
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, tuple | list):
-        return [_encodable(item) for item in value]
-    if isinstance(value, Mapping):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return value

@@ -54,7 +54,6 @@ class AdminServer:
         self._loop: ServerLoop | None = None
         self._thread: threading.Thread | None = None
         self.add = self._service.add
-        self.replace = self._service.replace
 
     @property
     def client(self) -> str:
