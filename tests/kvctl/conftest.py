@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -539,6 +540,12 @@ def surroundings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 
 @pytest.fixture
+def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allows a busy machine to answer late."""
+    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
+
+
+@pytest.fixture
 def socket_directory(surroundings: None) -> Path:
     path = Path(os.environ["KVCTL_SOCKET_DIR"])
     path.mkdir(mode=0o700, exist_ok=True)
@@ -651,6 +658,11 @@ class Outcome:
     code: int
     out: str
     err: str
+
+    @property
+    def data(self) -> Any:
+        """`data` of the JSON document that was printed."""
+        return json.loads(self.out)["data"]
 
 
 Kvctl = Callable[..., Outcome]

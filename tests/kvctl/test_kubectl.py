@@ -155,7 +155,7 @@ def test_pods_are_chosen_by_label_and_namespace(
     api.pods = [pod("other", 1), pod("decode-0", int(agents("decode-0").remote_address.rpartition(":")[2]))]
     api.pods[1]["metadata"]["labels"] = {"app": "engine"}
     chosen = kvctl(*kvctl_arguments(["agents", "--selector", "app=engine", "-o", "json"]))
-    assert [row["agent"] for row in json.loads(chosen.out)["data"]] == ["decode-0"]
+    assert [row["agent"] for row in chosen.data] == ["decode-0"]
     nowhere = kvctl(*kvctl_arguments(["status", "-n", "elsewhere"]))
     assert nowhere.code == 3
     assert "kubectl get pods -n elsewhere --show-labels" in nowhere.err

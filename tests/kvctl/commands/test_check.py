@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -107,7 +106,7 @@ def test_every_form_has_the_same_status(form: str, toy_codes: None, fleet: Any, 
     assert outcome.code == 2
     assert "staging" in outcome.out
     if form == "json":
-        rows = {row["check"]: row for row in json.loads(outcome.out)["data"]}
+        rows = {row["check"]: row for row in outcome.data}
         assert rows["staging"]["state"] == "critical"
         assert rows["staging"]["values"]["ring"] == 0.375
     if form == "prom":

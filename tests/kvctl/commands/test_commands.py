@@ -41,10 +41,6 @@ READING = (
 )
 
 
-def data(out: str) -> Any:
-    return json.loads(out)["data"]
-
-
 @pytest.mark.parametrize("args", READING, ids=" ".join)
 def test_without_agents_every_command_exits_3_and_json_stays_json(args: tuple[str, ...], kvctl: Any) -> None:
     outcome = kvctl(*args, "-o", "json")
@@ -154,12 +150,12 @@ def test_stale_sockets_are_marked_and_harm_nobody(leave_stale: Any, start: Any, 
     leave_stale("dead")
     outcome = kvctl("agents", "-o", "json")
     assert outcome.code == 3
-    assert [(row["agent"], row["state"]) for row in data(outcome.out)] == [("dead", "stale")]
+    assert [(row["agent"], row["state"]) for row in outcome.data] == [("dead", "stale")]
     start("decode-0")
     outcome = kvctl("agents", "-o", "json")
     assert outcome.code == 7
     assert "dead: its process has ended and left its socket: kvctl agents --prune removes it" in outcome.err
-    assert [(row["agent"], row["state"]) for row in data(outcome.out)] == [("dead", "stale"), ("decode-0", "ok")]
+    assert [(row["agent"], row["state"]) for row in outcome.data] == [("dead", "stale"), ("decode-0", "ok")]
     assert kvctl("status").code == 0
     assert kvctl("status", "-e", "dead").code == 3
     assert kvctl("status", "-e", "dead", "-e", "decode-0").code == 7
@@ -208,7 +204,7 @@ def test_a_room_is_joined_over_the_ranks_that_know_it(fleet: Any, kvctl: Any, ca
     """decode-1 does not know the room; this is not an error."""
     outcome = kvctl("rooms", "show", canned.ROOM, "-o", "json")
     assert (outcome.code, outcome.err) == (0, "")
-    (room,) = data(outcome.out)
+    (room,) = outcome.data
     assert room["room"] == canned.ROOM
     assert [rank["agent"] for rank in room["ranks"]] == ["prefill-0", "prefill-1", "decode-0"]
     assert room["first_failing_rank"] is None
@@ -221,12 +217,12 @@ def test_the_first_failing_rank_is_named(start: Any, kvctl: Any, canned: Any) ->
         start(name, canned.answers(name, failed=True))
     outcome = kvctl("rooms", "show", canned.ROOM, "-o", "table")
     assert "failed first: prefill-1 at +15 ms: transport: NIXL_ERR_BACKEND" in outcome.out
-    (room,) = data(kvctl("rooms", "show", canned.ROOM, "-o", "json").out)
+    (room,) = kvctl("rooms", "show", canned.ROOM, "-o", "json").data
     assert room["first_failing_rank"] == "prefill-1"
 
 
 def test_filters_reach_the_timeline_of_a_joined_room(fleet: Any, kvctl: Any, canned: Any) -> None:
-    (room,) = data(kvctl("rooms", "show", canned.ROOM, "-o", "json", "--filter", "stage=wire").out)
+    (room,) = kvctl("rooms", "show", canned.ROOM, "-o", "json", "--filter", "stage=wire").data
     assert [event["stage"] for event in room["timeline"]] == ["wire"]
 
 

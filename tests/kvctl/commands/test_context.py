@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import tomllib
@@ -38,7 +37,7 @@ def path(surroundings: None) -> Path:
 def rows(kvctl: Any, *args: str) -> dict[str, Any]:
     outcome = kvctl("context", *args, "-o", "json")
     assert outcome.code == 0, outcome.err
-    return {row["context"]: row for row in json.loads(outcome.out)["data"]}
+    return {row["context"]: row for row in outcome.data}
 
 
 def test_a_context_is_added_used_shown_and_removed(kvctl: Any, path: Path, fleet: Any) -> None:

@@ -85,7 +85,7 @@ def test_show_lists_it_and_finds_what_was_changed(fleet: Any, kvctl: Any, tmp_pa
     kvctl("debug", "bundle", str(path), "--redact")
     shown = kvctl("debug", "show", str(path), "-o", "json")
     assert shown.code == 0
-    assert [row["file"] for row in json.loads(shown.out)["data"]] == [each["name"] for each in told(path)["files"]]
+    assert [row["file"] for row in shown.data] == [each["name"] for each in told(path)["files"]]
     assert "made by kvctl 0.1.0 at " in shown.err
     assert ", redacted\n" in shown.err
     recording = tmp_path / "r.kvrec"

@@ -81,8 +81,8 @@ def test_a_real_fleet_bundled_and_redacted(busy: Path, kvctl: Any, tmp_path: Pat
     for args in (("rooms", "history"), ("staging",), ("layers",), ("metrics", "-o", "prom"), status):
         assert kvctl(*args, "--from", str(path)).out == kvctl(*args, "--from", str(plain)).out
     # The oldest: both ranks had it when they were asked.
-    *_, room = json.loads(kvctl(*TRANSFERRED, "-o", "json", "--from", str(path)).out)["data"]
-    shown = json.loads(kvctl("rooms", "show", room["room"], "-o", "json", "--from", str(path)).out)["data"]
+    *_, room = kvctl(*TRANSFERRED, "-o", "json", "--from", str(path)).data
+    shown = kvctl("rooms", "show", room["room"], "-o", "json", "--from", str(path)).data
     assert {"ready", "arrive"} <= {event["stage"] for event in shown[0]["timeline"]}
 
 

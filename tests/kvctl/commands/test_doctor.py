@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -54,7 +53,7 @@ def test_the_page(width: int, host: None, fleet: Any, kvctl: Any, golden: Any, t
 
 
 def test_everything_is_ranked(host: None, fleet: Any, kvctl: Any) -> None:
-    rows = json.loads(kvctl("doctor", "-o", "json").out)["data"]
+    rows = kvctl("doctor", "-o", "json").data
     assert [(row["rank"], row["severity"], row["code"], row["next"]) for row in rows] == [
         (1, "critical", "KV_RING_FULL", "kvctl staging release decode-1:7"),
         (2, "warning", "KV_RING_FULL", "kvctl staging release decode-0:7"),
@@ -109,10 +108,10 @@ def test_the_command_of_a_vllm_server(monkeypatch: pytest.MonkeyPatch, kvctl: An
     command = ("doctor", "-o", "json", "--", "/none/vllm", "serve", "M", "--kv-transfer-config", config)
     outcome = kvctl(*command)
     assert outcome.code == 1
-    causes = [row["cause"] for row in json.loads(outcome.out)["data"] if row["subject"] == "vLLM"]
+    causes = [row["cause"] for row in outcome.data if row["subject"] == "vLLM"]
     assert causes[0].startswith("this command (decode): kv_connector_module_path is missing: ")
     valid = config.replace("{", '{"kv_connector_module_path": "kvctl_agent.integrations.vllm.connector", ')
-    rows = json.loads(kvctl(*command[:-1], valid).out)["data"]
+    rows = kvctl(*command[:-1], valid).data
     assert [row["severity"] for row in rows if row["subject"] == "vLLM"] == ["info"]
 
 
@@ -121,7 +120,7 @@ def test_who_does_not_answer_comes_first_with_what_became_of_it(host: None, hang
     start("decode-0")
     outcome = kvctl("doctor", "--timeout", "3s", "-o", "json")
     assert outcome.code == 1
-    row = json.loads(outcome.out)["data"][0]
+    row = outcome.data[0]
     assert (row["rank"], row["subject"], row["agents"]) == (1, "hung", ["hung"])
     assert f"no answer within 3 s: the observer of this host's agents, process {os.getpid()} is" in row["cause"]
 

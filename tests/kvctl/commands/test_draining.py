@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -36,13 +35,13 @@ def test_one_of_two_decode_ranks(start: Any, canned: Any, kvctl: Any) -> None:
     status = kvctl("status", "-o", "table").out
     assert "✓ no problem in one reading, 1 info (kvctl health)" in status
     assert f"draining decode-1 for 42 s, no new rooms: {RESUME}" in status
-    rows = {row["agent"]: row["state"] for row in json.loads(kvctl("agents", "-o", "json").out)["data"]}
+    rows = {row["agent"]: row["state"] for row in kvctl("agents", "-o", "json").data}
     assert (rows["decode-0"], rows["decode-1"]) == ("ok", "draining")
     health = kvctl("health", "-o", "table").out
     assert "KV_DRAINING" in health
     assert "decode-1 is draining, for 42 s now, and accepts no new rooms" in " ".join(health.split())
     doctor = kvctl("doctor", "-o", "json")
-    (found,) = [row for row in json.loads(doctor.out)["data"] if row["code"] == "KV_DRAINING"]
+    (found,) = [row for row in doctor.data if row["code"] == "KV_DRAINING"]
     assert (found["severity"], found["next"]) == ("info", RESUME)
     check = kvctl("check")
     assert check.code == 0

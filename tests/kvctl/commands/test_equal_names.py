@@ -90,7 +90,7 @@ def hosts(make_fleet: Any, surroundings: None, tmp_path: Path, monkeypatch: pyte
 
 def rows(outcome: Any, code: int = 0) -> list[dict[str, Any]]:
     assert outcome.code == code, outcome
-    found: list[dict[str, Any]] = json.loads(outcome.out)["data"]
+    found: list[dict[str, Any]] = outcome.data
     return found
 
 

@@ -72,7 +72,7 @@ def test_a_recording_shows_what_the_fleet_showed(
 
 def test_metrics_for_prometheus_and_stacks_come_from_a_file(recording: Path, kvctl: Any) -> None:
     assert kvctl("metrics", "-o", "prom", "--from", str(recording)).out == kvctl("metrics", "-o", "prom").out
-    rows = json.loads(kvctl("stacks", "-o", "json", "--from", str(recording)).out)["data"]
+    rows = kvctl("stacks", "-o", "json", "--from", str(recording)).data
     assert {"kvctl-admin-decode-0", "MainThread"} <= {row["name"] for row in rows}
 
 
@@ -123,7 +123,7 @@ def test_a_room_whose_timeline_was_left_out_says_so(
     assert "not in the file: timelines of 12 of 16 rooms" in told
     outcome = kvctl("rooms", "show", "7", "-o", "json", "--from", str(path))
     assert outcome.code == 0
-    assert json.loads(outcome.out)["data"][0]["state"] == "WaitingForInput"
+    assert outcome.data[0]["state"] == "WaitingForInput"
     assert "decode-0: the timeline of this room was left out of short.kvrec" in outcome.err
 
 

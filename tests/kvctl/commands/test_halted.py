@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -36,17 +35,12 @@ def start_ended(start: Any, canned: Any) -> Any:
     return make
 
 
-def rows(text: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(text)["data"]
-    return found
-
-
 class TestEnded:
     def test_is_listed_and_counts_as_no_agent_of_the_fleet(self, start: Any, start_ended: Any, kvctl: Any) -> None:
         start("decode-1")
         start_ended("decode-0")
         outcome = kvctl("agents", "-o", "json")
-        assert [(row["agent"], row["state"]) for row in rows(outcome.out)] == [
+        assert [(row["agent"], row["state"]) for row in outcome.data] == [
             ("decode-0", "ended"),
             ("decode-1", "ok"),
         ]
@@ -62,12 +56,12 @@ class TestEnded:
     def test_has_another_name_once_its_own_is_taken(self, start: Any, start_ended: Any, kvctl: Any) -> None:
         start("decode-0")
         start_ended("decode-0", PAST[0])
-        found = rows(kvctl("agents", "-o", "json").out)
+        found = kvctl("agents", "-o", "json").data
         assert [(row["agent"], row["state"]) for row in found] == [("decode-0", "ok"), (PAST[0], "ended")]
-        assert [row["name"] for row in rows(kvctl("status", "-e", "decode-0", "-o", "json").out)] == ["decode-0"]
-        (row,) = rows(kvctl("status", "-e", PAST[0], "-o", "json").out)
+        assert [row["name"] for row in kvctl("status", "-e", "decode-0", "-o", "json").data] == ["decode-0"]
+        (row,) = kvctl("status", "-e", PAST[0], "-o", "json").data
         assert (row["name"], row["incarnation"]) == (PAST[0], "c0ffee")
-        found = rows(kvctl("rooms", "-o", "json").out)
+        found = kvctl("rooms", "-o", "json").data
         assert {row["agent"] for row in found} == {"decode-0", PAST[0]}
         outcome = kvctl("status", "-o", "table")
         assert "1 of 2 ranks answered" in outcome.out  # of the instance, which has two
@@ -76,7 +70,7 @@ class TestEnded:
         start("decode-1")
         start_ended("decode-0")
         outcome = kvctl("doctor", "-o", "json")
-        (row,) = [row for row in rows(outcome.out) if row["code"] == "KV_PROCESS_ENDED"]
+        (row,) = [row for row in outcome.data if row["code"] == "KV_PROCESS_ENDED"]
         assert (outcome.code, row["severity"], row["next"]) == (1, "critical", "kvctl events -e decode-0")
         assert "decode-0 ended 3m00s ago (killed by SIGKILL), with 3 rooms open" in row["cause"]
         outcome = kvctl("check", "ready")
@@ -109,9 +103,9 @@ class TestEnded:
         start_ended("decode-0", PAST[0])
         recording = tmp_path / "fleet.kvrec"
         assert kvctl("record", str(recording)).code == 0
-        found = rows(kvctl("agents", "--from", str(recording), "-o", "json").out)
+        found = kvctl("agents", "--from", str(recording), "-o", "json").data
         assert [(row["agent"], row["state"]) for row in found] == [("decode-0", "ok"), (PAST[0], "ended")]
-        found = rows(kvctl("doctor", "--from", str(recording), "-o", "json").out)
+        found = kvctl("doctor", "--from", str(recording), "-o", "json").data
         assert any((row["code"], row["subject"]) == ("KV_PROCESS_ENDED", PAST[0]) for row in found)
 
     def test_its_clock_is_that_of_its_host(self, start: Any, start_ended: Any, kvctl: Any) -> None:
@@ -128,13 +122,13 @@ class TestStopped:
         return "decode-0"
 
     def test_is_told_by_every_view(self, stopped: str, kvctl: Any) -> None:
-        assert [row["state"] for row in rows(kvctl("agents", "-o", "json").out)] == ["stopped", "ok"]
+        assert [row["state"] for row in kvctl("agents", "-o", "json").data] == ["stopped", "ok"]
         outcome = kvctl("status", "-o", "table")
         assert outcome.code == 0
         assert "\nstopped  decode-0 is stopped (process 4242)" in outcome.out
         assert "KV_PROCESS_STOPPED" in outcome.out
         outcome = kvctl("doctor", "-o", "json")
-        (row,) = [row for row in rows(outcome.out) if row["code"] == "KV_PROCESS_STOPPED"]
+        (row,) = [row for row in outcome.data if row["code"] == "KV_PROCESS_STOPPED"]
         assert row["next"] == "kill -CONT 4242"
 
     def test_is_not_ready(self, stopped: str, kvctl: Any) -> None:

@@ -14,10 +14,6 @@ from tests.support.answers import refusal
 pytestmark = pytest.mark.usefixtures("toy_codes")
 
 
-def data(out: str) -> Any:
-    return json.loads(out)["data"]
-
-
 def mutes_file() -> Path:
     return Path(os.environ["XDG_STATE_HOME"]) / "kvctl" / "mutes.json"
 
@@ -48,7 +44,7 @@ def test_tsv(fleet: Any, kvctl: Any, golden: Any) -> None:
 
 
 def test_json_has_the_numbers(fleet: Any, kvctl: Any) -> None:
-    rows = data(kvctl("health", "-o", "json").out)
+    rows = kvctl("health", "-o", "json").data
     assert [(row["severity"], row["code"], row["subject"]) for row in rows] == [
         ("critical", "KV_RING_FULL", "decode-1 ring"),
         ("warning", "KV_RING_FULL", "decode-0 ring"),
@@ -66,7 +62,7 @@ def test_a_healthy_fleet_is_one_line(start: Any, kvctl: Any) -> None:
 
 
 def test_detail_of_one_code(fleet: Any, kvctl: Any) -> None:
-    rows = data(kvctl("health", "detail", "fleet_young", "-o", "json").out)
+    rows = kvctl("health", "detail", "fleet_young", "-o", "json").data
     assert [row["code"] for row in rows] == ["KV_FLEET_YOUNG"]
 
 
@@ -86,9 +82,9 @@ def test_a_mistyped_code(command: str, typed: str, words: str, kvctl: Any) -> No
 
 
 def test_pages_need_no_agent(kvctl: Any) -> None:
-    (row,) = data(kvctl("health", "explain", "kv_ring_full", "-o", "json").out)
+    (row,) = kvctl("health", "explain", "kv_ring_full", "-o", "json").data
     assert row["alert"].startswith("kvctl_ring_used_bytes")
-    assert len(data(kvctl("health", "codes", "-o", "json").out)) == 2
+    assert len(kvctl("health", "codes", "-o", "json").data) == 2
 
 
 class TestMutes:
@@ -96,12 +92,12 @@ class TestMutes:
         outcome = kvctl("health", "mute", "ring_full:decode-0", "1h", "--reason", "known")
         assert (outcome.code, outcome.err) == (0, "")
         outcome = kvctl("health", "-o", "json")
-        assert [row["subject"] for row in data(outcome.out)] == ["decode-1 ring", "fleet"]
+        assert [row["subject"] for row in outcome.data] == ["decode-1 ring", "fleet"]
         assert outcome.err == "kvctl: 1 muted (kvctl health mutes)\n"
         table = kvctl("health", "-o", "table").out
         assert "✗ 1 critical, 1 info   4 agents, 2 codes examined, 1 muted" in table
         assert "decode-0 ring" not in table
-        (muted,) = [row for row in data(kvctl("health", "--muted", "-o", "json").out) if row["muted_ns"]]
+        (muted,) = [row for row in kvctl("health", "--muted", "-o", "json").data if row["muted_ns"]]
         assert muted["subject"] == "decode-0 ring"
         assert 0 < muted["muted_ns"] <= 3_600_000_000_000
         assert "muted for" in kvctl("health", "detail", "-o", "table").out
@@ -138,7 +134,7 @@ class TestMutes:
             "KV_RING_FULL:decode-1\t1 critical, weight 2.52e+07\tticket 17\n"
             "KV_FLEET_YOUNG\t1 info, weight 1\t\n"
         )
-        (first, second) = data(kvctl("health", "mutes", "-o", "json").out)
+        (first, second) = kvctl("health", "mutes", "-o", "json").data
         assert (first["code"], first["subject"], first["reason"]) == ("KV_RING_FULL", "decode-1", "ticket 17")
         assert 0 < first["left_ns"] < second["left_ns"] <= 86_400_000_000_000
 
@@ -185,7 +181,7 @@ class TestStatus:
     def test_health_is_what_the_codes_find(self, fleet: Any, kvctl: Any) -> None:
         table = kvctl("status", "-o", "table").out
         assert table.startswith("fleet    ✗ KV_RING_FULL decode-1 ring  ! KV_RING_FULL decode-0 ring     4 agents\n")
-        rows = {row["name"]: row["health"] for row in data(kvctl("status", "-o", "json").out)}
+        rows = {row["name"]: row["health"] for row in kvctl("status", "-o", "json").data}
         assert rows == {
             "decode-0": ["KV_RING_FULL"],
             "decode-1": ["KV_RING_FULL"],
@@ -221,11 +217,11 @@ class TestStatus:
         start("decode-0", {"staging": refusal()})
         outcome = kvctl("status", "-o", "table")
         assert (outcome.code, outcome.out.splitlines()[0]) == (0, "fleet    ? incomplete   1 agent")
-        assert data(kvctl("status", "-o", "json").out)[0]["health"] == ["incomplete"]
+        assert kvctl("status", "-o", "json").data[0]["health"] == ["incomplete"]
 
     def test_an_agent_that_refuses_what_only_health_reads_has_answered(self, start: Any, kvctl: Any) -> None:
         start("decode-0", {"staging": refusal()})
         outcome = kvctl("status", "-o", "json")
         assert (outcome.code, outcome.err) == (0, "kvctl: decode-0: health is incomplete: boom\n")
-        assert data(outcome.out)[0]["health"] == ["KV_RING_FULL"]
+        assert outcome.data[0]["health"] == ["KV_RING_FULL"]
         assert json.loads(outcome.out)["errors"] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +17,7 @@ ODD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allows a busy machine to answer late."""
-    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 def test_status_of_many_hosts_on_one_screen(start_hosts: Any, kvctl: Any, terminal: Any, golden: Any) -> None:
@@ -32,7 +28,7 @@ def test_status_of_many_hosts_on_one_screen(start_hosts: Any, kvctl: Any, termin
         assert (outcome.code, outcome.err) == (0, "")
         golden(f"status-hosts-{width}.txt", outcome.out)
     assert len(outcome.out.splitlines()) <= 24
-    rows = json.loads(kvctl("status", "-o", "json").out)["data"]
+    rows = kvctl("status", "-o", "json").data
     assert len(rows) == 80
     assert {(row["host"], row["instance"]) for row in rows if row["name"].endswith("-1@n4")} == {("n4", "decode@n4")}
     assert len(kvctl("status", "-o", "tsv").out.splitlines()) == 81
@@ -64,7 +60,7 @@ def test_hosts(start_hosts: Any, kvctl: Any, terminal: Any, golden: Any) -> None
     outcome = kvctl("hosts", "--columns", COLUMNS)
     assert (outcome.code, outcome.err) == (0, "")
     golden("hosts-120.txt", outcome.out)
-    rows = json.loads(kvctl("hosts", "-o", "json").out)["data"]
+    rows = kvctl("hosts", "-o", "json").data
     assert [row["host"] for row in rows] == ["n4", "n7", "n12", "n1", "n2", "n3", "n5", "n6", "n8", "n9", "n10", "n11"]
     first = rows[0]
     assert (first["decode"], first["draining"], first["instances"]) == (2, 1, ["decode@n4"])
@@ -80,7 +76,7 @@ def test_one_host(start_hosts: Any, kvctl: Any) -> None:
     assert outcome.out.startswith("host     n4")
     assert "decode-1@n4" in outcome.out
     assert "decode-1@n2" not in outcome.out
-    assert [row["name"] for row in json.loads(kvctl("hosts", "show", "n4", "-o", "json").out)["data"]] == [
+    assert [row["name"] for row in kvctl("hosts", "show", "n4", "-o", "json").data] == [
         "decode-0@n4",
         "decode-1@n4",
     ]
@@ -112,7 +108,7 @@ def test_a_host_of_which_no_agent_answers_is_one_row(with_mute_host: tuple[str, 
     assert outcome.err == f"kvctl: host 127.0.0.3 (all 2 agents): {SILENT}\n"
     assert outcome.code == 7
     agents = kvctl("agents", *with_mute_host, "-o", "json")
-    assert sorted(row["host"] for row in json.loads(agents.out)["data"]) == ["127.0.0.3"] * 2 + [
+    assert sorted(row["host"] for row in agents.data) == ["127.0.0.3"] * 2 + [
         *["n1"] * 2,
         *["n2"] * 2,
         *["n3"] * 2,
@@ -128,7 +124,7 @@ def test_check_and_doctor_name_a_silent_host_once(with_mute_host: tuple[str, ...
     assert first.startswith(f"KVCTL READY CRITICAL - host 127.0.0.3: 2 of 2 agents silent: {SILENT}")
     assert not any("127.0.0.3" in line for line in others)
     outcome = kvctl("doctor", *with_mute_host, "-o", "json")
-    silent = [row for row in json.loads(outcome.out)["data"] if row["code"] == "timeout"]
+    silent = [row for row in outcome.data if row["code"] == "timeout"]
     assert [(row["subject"], len(row["agents"])) for row in silent] == [("host 127.0.0.3", 2)]
     command = silent[0]["next"].split()
     assert command == ["kvctl", "hosts", "show", "127.0.0.3"]

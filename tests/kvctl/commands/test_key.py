@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import stat
@@ -44,7 +43,7 @@ class TestNew:
         assert pair.secret.hex() not in outcome.out + public.read_text()
 
     def test_json_gives_paths_and_the_public_key(self, home: Path, kvctl: Any) -> None:
-        (row,) = json.loads(kvctl("key", "new", "fleet", "-o", "json").out)["data"]
+        (row,) = kvctl("key", "new", "fleet", "-o", "json").data
         assert row == {
             "key": "fleet",
             "public": read_public(str(home / "fleet.pub")).hex(),
@@ -97,7 +96,7 @@ class TestAsking:
     ) -> None:
         outcome = kvctl("-e", agent.remote_address, "--server-key", str(home / "fleet.pub"), "agents", "-o", "json")
         assert (outcome.code, outcome.err) == (0, "")
-        (row,) = json.loads(outcome.out)["data"]
+        (row,) = outcome.data
         assert (row["agent"], row["level"], row["endpoint"]) == ("decode-0", "read", agent.remote_address)
 
     def test_keys_from_the_users_file_and_the_environment(

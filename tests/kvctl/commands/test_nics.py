@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def test_rates_are_those_between_the_two_readings(start: Any, kvctl: Any, canned
         return answer
 
     start("prefill-0", {"nics": busy})
-    rows = {row["name"]: row for row in json.loads(kvctl("nics", "-o", "json").out)["data"]}
+    rows = {row["name"]: row for row in kvctl("nics", "-o", "json").data}
     assert (rows["mlx5_0:1"]["sent_gb_per_s"], rows["mlx5_0:1"]["received_gb_per_s"]) == (40.0, 0.0)
     assert "docker0" not in rows, "virtual, and down"
 

@@ -185,7 +185,7 @@ class TestAbortSeveral:
         outcome = kvctl("rooms", "abort", "--filter", "age>5s", "--reason", "late", "--yes", "-o", "json")
         assert (outcome.code, outcome.err) == (0, "")
         assert sorted(told) == [("decode-0", 1), ("prefill-0", 1)], "only decode-0's row is so old"
-        assert {row["text"] for row in orjson.loads(outcome.out)["data"]} == {"late"}
+        assert {row["text"] for row in outcome.data} == {"late"}
 
     def test_all_filters_hold(self, told: list[tuple[str, int]], kvctl: Any) -> None:
         assert kvctl("rooms", "abort", "--filter", "age>2.5s", "--filter", "role=prefill", "--yes").code == 0
@@ -208,7 +208,7 @@ class TestAbortSeveral:
         outcome = kvctl("rooms", "abort", "--filter", "age>1h", "--yes")
         assert (outcome.code, outcome.out, told) == (0, "", [])
         assert outcome.err == "kvctl: no rooms match --filter: nothing was aborted\n"
-        assert orjson.loads(kvctl("rooms", "abort", "--filter", "age>1h", "--yes", "-o", "json").out)["data"] == []
+        assert kvctl("rooms", "abort", "--filter", "age>1h", "--yes", "-o", "json").data == []
 
     def test_one_agent_refuses(self, told: list[tuple[str, int]], start: Any, canned: ModuleType, kvctl: Any) -> None:
         row = canned.room_row("prefill-1", "1", age_ns=9 * canned.S)
@@ -246,7 +246,7 @@ class TestAbortSeveral:
         monkeypatch.setattr(Fleet, "ask", interrupted)
         outcome = kvctl("rooms", "abort", "--filter", "age>2.5s", "--yes", "-o", "json")
         assert outcome.code == ExitCode.INTERRUPTED
-        assert {row["subject"] for row in orjson.loads(outcome.out)["data"]} == {"room 1"}
+        assert {row["subject"] for row in outcome.data} == {"room 1"}
         assert sorted(told) == [("decode-0", 1), ("prefill-0", 1)]
 
     @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ class TestWhoIsMeant:
     def test_a_choice_needs_no_more(self, fleet: Any, kvctl: Any, command: str, choice: tuple[str, ...]) -> None:
         outcome = kvctl(command, *choice, "--yes", "-o", "json")
         assert outcome.code == 0
-        assert [row["agent"] for row in orjson.loads(outcome.out)["data"]] == ["decode-0"]
+        assert [row["agent"] for row in outcome.data] == ["decode-0"]
 
     def test_names_and_all(self, fleet: Any, kvctl: Any, command: str) -> None:
         outcome = kvctl(command, "decode-0", "--all", "--yes")
@@ -366,7 +366,7 @@ class TestProbe:
         """decode-1 is suspect in this fleet and therefore omitted."""
         outcome = kvctl("peers", "probe", "-o", "json")
         assert (outcome.code, outcome.err) == (0, "")
-        rows = orjson.loads(outcome.out)["data"]
+        rows = outcome.data
         assert [(row["agent"], row["peer"]) for row in rows[::4]] == [
             ("prefill-0", "decode-0"),
             ("prefill-1", "decode-0"),
@@ -396,7 +396,7 @@ class TestProbe:
             return answer
 
         start("prefill-0", {"probe": probe, "nics": nics})
-        row = orjson.loads(kvctl("peers", "probe", "-o", "json").out)["data"][0]
+        row = kvctl("peers", "probe", "-o", "json").data[0]
         assert (row["lane"], row["lane_source"]) == ("rdma", "counters")
         assert (row["carried"], row["moved_bytes"]) == ({"mlx5_0:1": 101 << 20}, 100 << 20)
 
@@ -404,7 +404,7 @@ class TestProbe:
         start("prefill-0", {"nics": refusal(ErrorCode.BAD_ARGUMENT, "nics has no argument 'fresh'")})
         outcome = kvctl("peers", "probe", "-o", "json")
         assert (outcome.code, outcome.err) == (0, "")
-        row = orjson.loads(outcome.out)["data"][0]
+        row = outcome.data[0]
         assert (row["bytes"], row["moved_bytes"], row["carried"]) == (64, 100 << 20, {})
 
     def test_one_that_takes_its_time_is_asked_until_it_is_done(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ def test_all_agents_go_into_one_file(fleet: Any, kvctl: Any, tmp_path: Path) -> 
     path = tmp_path / "all.kvrec"
     outcome = kvctl("-o", "json", "record", str(path))
     assert outcome.code == 0
-    rows = json.loads(outcome.out)["data"]
+    rows = outcome.data
     assert [row["agent"] for row in rows] == sorted(fleet)
     assert {row["lost"] for row in rows} == {0}
-    events = json.loads(kvctl("events", "-o", "json", "--from", str(path)).out)["data"]
+    events = kvctl("events", "-o", "json", "--from", str(path)).data
     for row in rows:
         assert row["events"] == len([event for event in events if event["agent"] == row["agent"]])
     assert sum(row["events"] for row in rows) > 0

@@ -103,7 +103,7 @@ def failing(canned: Any, start: Any) -> None:
 def test_a_failed_room_is_one_row_with_its_first_cause(canned: Any, start: Any, kvctl: Any) -> None:
     failing(canned, start)
     outcome = kvctl("rooms", "failed", "-o", "json")
-    first, second = json.loads(outcome.out)["data"]
+    first, second = outcome.data
     assert (first["room"], second["room"]) == ("1", "2")
     assert (first["rank"], first["code"], first["text"]) == tuple(CAUSE.values())
     assert first["agents"] == ["prefill-0", "prefill-1", "decode-0"]
@@ -180,7 +180,7 @@ def test_the_limit_is_that_of_all_agents(canned: Any, start: Any, kvctl: Any) ->
             for end in ends
         ]
         start(name, {"history": lambda args, rows=rows: rows[: args["limit"]], "rooms": lambda args, rows=rows: rows})
-    found = json.loads(kvctl("rooms", "history", "-n", "3", "-o", "json").out)["data"]
+    found = kvctl("rooms", "history", "-n", "3", "-o", "json").data
     assert [row["room"] for row in found] == ["9", "8", "7"]
     assert found[2]["ago_ns"] - found[0]["ago_ns"] == 2 * canned.S
     outcome = kvctl("rooms", "-n", "4", "-o", "jsonl")
@@ -247,7 +247,7 @@ def test_who_owes_what_stands_at_the_head_of_an_active_room(canned: Any, start: 
         "waits for a grant of decode-0's ring",
         "decode-0 has 16 cells that arrived and are not in its pages",
     ]
-    (document,) = json.loads(kvctl("rooms", "show", canned.ROOM, "-o", "json").out)["data"]
+    (document,) = kvctl("rooms", "show", canned.ROOM, "-o", "json").data
     assert [(debt["writer"], debt["cells"], debt["layers"]) for debt in document["owed_parts"]] == [
         ("prefill-1", 16, [0, 32])
     ]
@@ -266,7 +266,7 @@ def test_a_request_id_stands_for_its_room(canned: Any, start: Any, kvctl: Any) -
     start("decode-0", {"rooms": active, **finished})
     start("prefill-0", {"rooms": lambda _: [canned.room_row("prefill-0", "8", request_id="cmpl-8-0")], **finished})
     for text in ("cmpl-7f3a-0", "cmpl-7f3a"):
-        (document,) = json.loads(kvctl("rooms", "show", text, "-o", "json").out)["data"]
+        (document,) = kvctl("rooms", "show", text, "-o", "json").data
         assert document["room"] == canned.ROOM
         assert [rank["agent"] for rank in document["ranks"]] == ["prefill-0", "decode-0"]
     # A whole id is not taken for the beginning of others, also where the room's other rank has one of those.

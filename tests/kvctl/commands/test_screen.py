@@ -25,9 +25,7 @@ def screens(text: str) -> tuple[str, str]:
     return drawn, normal.replace("\r", "")
 
 
-@pytest.fixture(autouse=True)
-def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

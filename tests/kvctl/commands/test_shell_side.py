@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,22 +10,14 @@ import pytest
 from kvctl.client.clock import ClockOffset
 from kvctl.commands.events import Follower
 
-
-@pytest.fixture(autouse=True)
-def patience(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allows a busy machine to answer late."""
-    monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
-
-
-def data(outcome: Any) -> Any:
-    return json.loads(outcome.out)["data"]
+pytestmark = pytest.mark.usefixtures("patience")
 
 
 def test_diff_names_the_factor_and_fails(fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("peers", "diff", "decode-1", "prefill-1", "-o", "json")
     assert outcome.code == 1
     assert "decode-1 and prefill-1 do not fit: page_size 64 ≠ 32" in outcome.err
-    first, *others = data(outcome)
+    first, *others = outcome.data
     assert (first["factor"], first["a"], first["b"], first["verdict"]) == ("page_size", "32", "64", "incompatible")
     assert [(row["factor"], row["a"], row["b"]) for row in others] == [("copy_threads", 1, 4)]
 
@@ -35,7 +26,7 @@ def test_diff_of_two_that_fit(fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("peers", "diff", "prefill-0", "decode-0", "-o", "table")
     assert (outcome.code, outcome.err) == (0, "")
     assert "compatible" in outcome.out
-    everything = data(kvctl("peers", "diff", "prefill-0", "decode-0", "--all", "-o", "json"))
+    everything = kvctl("peers", "diff", "prefill-0", "decode-0", "--all", "-o", "json").data
     assert {"pool.page_size", "transport.engine", "staging_ring_mb"} <= {row["factor"] for row in everything}
 
 
@@ -46,7 +37,7 @@ def test_diff_with_nobody(fleet: Any, kvctl: Any) -> None:
 
 
 def test_bootstrap_names_who_is_missing(fleet: Any, kvctl: Any) -> None:
-    (row,) = data(kvctl("bootstrap", "-o", "json"))
+    (row,) = kvctl("bootstrap", "-o", "json").data
     assert (row["state"], row["expected"], row["registered"], row["missing"]) == ("waiting", 3, 2, ["tp=2"])
     assert (row["decode_ranks"], row["decode_connected"], row["unanswered"]) == (2, 2, [])
     assert [rank["state"] for rank in row["ranks"]] == ["registered", "registered", "missing"]
@@ -63,7 +54,7 @@ def test_bootstrap_names_who_is_missing(fleet: Any, kvctl: Any) -> None:
 )
 def test_states_of_an_instance(changes: dict[str, Any], state: str, start: Any, kvctl: Any, canned: Any) -> None:
     start("decode-0", {"bootstrap": lambda _: [{**canned.bootstrap("decode-0")[0], **changes}]})
-    (row,) = data(kvctl("bootstrap", "-o", "json"))
+    (row,) = kvctl("bootstrap", "-o", "json").data
     assert row["state"] == state
     assert row["unanswered"] == ["prefill-0", "prefill-1"][: row["registered"]]
 
@@ -72,13 +63,13 @@ def test_the_fullest_answer_counts(start: Any, kvctl: Any, canned: Any) -> None:
     empty = {"expected": None, "registered": [], "missing": [], "sizes": None, "text": "no answer"}
     start("decode-0", {"bootstrap": lambda _: [{**canned.bootstrap("decode-0")[0], **empty}]})
     start("decode-1")
-    (row,) = data(kvctl("bootstrap", "-o", "json"))
+    (row,) = kvctl("bootstrap", "-o", "json").data
     assert (row["registered"], row["asked_by"]) == (2, ["decode-0", "decode-1"])
 
 
 def test_stacks_show_the_thread_that_answers(start: Any, kvctl: Any) -> None:
     start("decode-0")
-    rows = data(kvctl("stacks", "-o", "json"))
+    rows = kvctl("stacks", "-o", "json").data
     admin = next(row for row in rows if row["name"] == "kvctl-admin-decode-0")
     assert (admin["agent"], admin["daemon"]) == ("decode-0", True)
     assert "stacks" in admin["frames"][-1]
@@ -90,7 +81,7 @@ def test_stacks_show_the_thread_that_answers(start: Any, kvctl: Any) -> None:
 
 @pytest.mark.parametrize("spelled", ["copy_threads", "COPY_THREADS", "KVCTL_COPY_THREADS"])
 def test_a_key_is_explained_by_any_of_its_names(spelled: str, fleet: Any, kvctl: Any) -> None:
-    rows = data(kvctl("config", "explain", spelled, "-o", "json"))
+    rows = kvctl("config", "explain", spelled, "-o", "json").data
     assert {row["value"]: row["agents"] for row in rows} == {1: ["decode-0", "decode-1", "prefill-0"], 4: ["prefill-1"]}
     assert {(row["key"], row["minimum"], row["maximum"], row["environment"]) for row in rows} == {
         ("copy_threads", 0, 64, "KVCTL_COPY_THREADS")
@@ -110,8 +101,8 @@ def test_a_key_that_is_not_there_is_nearly_another(kvctl: Any) -> None:
 
 
 def test_events_of_a_severity_and_worse(fleet: Any, kvctl: Any) -> None:
-    assert {row["severity"] for row in data(kvctl("events", "--severity", "warning", "-o", "json"))} == {"warning"}
-    assert data(kvctl("events", "--severity", "error", "-o", "json")) == []
+    assert {row["severity"] for row in kvctl("events", "--severity", "warning", "-o", "json").data} == {"warning"}
+    assert kvctl("events", "--severity", "error", "-o", "json").data == []
 
 
 class Recorder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +37,7 @@ def test_doctor_of_a_server_that_fails(kvctl: Any) -> None:
     with Exporter(recorded("vllm-decode-failed-1")) as server:
         server.later = recorded("vllm-decode-failed-2")
         outcome = kvctl("doctor", "--url", server.url, "-o", "json")
-    (found,) = json.loads(outcome.out)["data"]
+    (found,) = outcome.data
     assert (outcome.code, found["code"], found["severity"]) == (1, "KV_REQUESTS_FAILED", "warning")
     assert found["next"] == f"kvctl metrics show -e {server.url}/metrics"
 
@@ -75,7 +74,7 @@ def test_the_context_has_them(servers: tuple[Exporter, Exporter], kvctl: Any) ->
     prefill, decode = servers
     assert kvctl("context", "add", "stock", "-e", f"metrics://{prefill.place}", "-e", decode.url, "--use").code == 0
     outcome = kvctl("status", "-o", "json")
-    assert {row["name"] for row in json.loads(outcome.out)["data"]} == {prefill.place, decode.place}
+    assert {row["name"] for row in outcome.data} == {prefill.place, decode.place}
     assert kvctl("health", "-o", "json").code == 0
     assert kvctl("check", "all").code == 0
 
@@ -95,5 +94,5 @@ def test_a_recording_has_them(servers: tuple[Exporter, Exporter], kvctl: Any, tm
     file = str(tmp_path / "fleet.kvrec")
     at = [f"-e{server.url}" for server in servers]
     assert kvctl("record", file, *at).code == 0
-    live, recorded_ = (json.loads(kvctl("status", *more, "-o", "json").out)["data"] for more in (at, ["--from", file]))
+    live, recorded_ = (kvctl("status", *more, "-o", "json").data for more in (at, ["--from", file]))
     assert [row["bytes_total"] for row in recorded_] == [row["bytes_total"] for row in live]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import threading
@@ -318,7 +317,7 @@ def port_of(server: AdminServer) -> int:
 
 
 def names(outcome: Any) -> list[str]:
-    return [row["agent"] for row in json.loads(outcome.out)["data"]]
+    return [row["agent"] for row in outcome.data]
 
 
 def test_agents_of_pods_are_asked_on_the_pod_network(
@@ -350,10 +349,10 @@ def test_relays_at_other_ports_are_the_same_agents(
     monkeypatch.setenv("KVCTL_SERVER_KEY", str(keys / "fleet.pub"))
     api.pods = [pod(name, port_of(agents(name)), ip=UNREACHABLE_IP) for name in ("prefill-0", "decode-0")]
     for _ in range(2):
-        rows = json.loads(kvctl("-e", FORWARD, "agents", "-o", "json").out)["data"]
+        rows = kvctl("-e", FORWARD, "agents", "-o", "json").data
         assert {row["agent"]: row["state"] for row in rows} == {"decode-0": "ok", "prefill-0": "ok"}
     del api.pods[1]
-    rows = json.loads(kvctl("-e", FORWARD, "agents", "-o", "json").out)["data"]
+    rows = kvctl("-e", FORWARD, "agents", "-o", "json").data
     assert {row["agent"]: row["state"] for row in rows} == {"decode-0": "vanished", "prefill-0": "ok"}
     api.denied = {"list"}
     outcome = kvctl("-e", FORWARD, "agents", "-o", "json")

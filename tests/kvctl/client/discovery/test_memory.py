@@ -158,7 +158,7 @@ def test_vanished_agents_are_shown_by_agents_and_status_and_forgotten_on_request
         place = re.escape(f"ipc://{socket_directory}/decode-1.sock")
         assert re.search(rf"decode-1 on node-3 vanished \d+ s ago, last at {place}", outcome.err)
     outcome = kvctl("agents", "-e", url, "-o", "json")
-    rows = {row["agent"]: row for row in json.loads(outcome.out)["data"]}
+    rows = {row["agent"]: row for row in outcome.data}
     assert rows["decode-1"]["state"] == "vanished"
     assert 0 <= rows["decode-1"]["vanished_ns"] < 120 * S
     assert rows["decode-1"]["endpoint"] == f"ipc://{socket_directory}/decode-1.sock"

@@ -97,7 +97,7 @@ def test_a_context_of_a_registry_is_all_it_takes(remote: Any, keys: Keys, kvctl:
     assert kvctl("context", "add", "prod", "--bootstrap", url_of(remote).removeprefix("registry://"), *more).code == 0
     outcome = kvctl("-c", "prod", "agents", "-o", "json", "--timeout", "60s")
     assert outcome.code == 0, outcome.err
-    rows = {row["agent"]: row for row in json.loads(outcome.out)["data"]}
+    rows = {row["agent"]: row for row in outcome.data}
     assert {name: row["level"] for name, row in rows.items()} == dict.fromkeys(NAMES, "read")
     # One setting, three ports, and no wildcard.
     assert len({row["endpoint"] for row in rows.values()}) == 3
