@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path
@@ -15,7 +14,6 @@ from kvctl.client.faults import Fault, FaultCode, lines
 from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import counted
 from kvctl.logs.scan import LogError, Match, Scan
@@ -23,12 +21,10 @@ from kvctl.logs.signatures import signatures
 from kvctl.render import palette
 from kvctl.render.findings import headline, labelled
 from kvctl.render.report import Block, Report, Text
-from kvctl.render.units import size
 from kvctl.render.view import Column, Kind, Row, View, Width
 
 _LABEL = 10
 _STDIN = "-"
-_PROGRESS_S = 0.5
 
 LOGS = View(
     "logs",
@@ -76,7 +72,7 @@ def logs(settings: Settings, files: tuple[str, ...]) -> None:
     scan, faults = Scan(signatures()), []
     for name in files:
         try:
-            _read(scan, name, show=sys.stderr.isatty() and not settings.quiet)
+            _read(scan, name)
         except LogError as error:
             faults.append(Fault(name, FaultCode.PROTOCOL, str(error)))
     rows = [_row(match) for match in scan.found()]
@@ -91,27 +87,16 @@ def logs(settings: Settings, files: tuple[str, ...]) -> None:
     raise click.exceptions.Exit(ExitCode.PARTIAL if faults else found)
 
 
-def _read(scan: Scan, name: str, *, show: bool) -> None:
-    """Searches a file, or stdin, and shows progress on the terminal if that takes long; raises LogError."""
-    due_s = time.monotonic() + _PROGRESS_S
-
-    def report(nbytes: int) -> None:
-        nonlocal due_s
-        if show and time.monotonic() >= due_s:
-            due_s = time.monotonic() + _PROGRESS_S
-            progress(f"{name}: {size(nbytes)} searched")
-
+def _read(scan: Scan, name: str) -> None:
+    """Searches a file, or stdin; raises LogError."""
     try:
         if name == _STDIN:
-            scan.read(name, cast(BufferedReader, sys.stdin.buffer), report)
+            scan.read(name, cast(BufferedReader, sys.stdin.buffer))
         else:
             with Path(name).open("rb") as file:
-                scan.read(name, file, report)
+                scan.read(name, file)
     except OSError as error:
         raise LogError(error.strerror or str(error)) from None
-    finally:
-        if show:
-            progress("")
 
 
 def _row(match: Match) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity, counted
-from kvctl.lab.preflight.judge import findings, pair_rows, to_measure_again
+from kvctl.lab.preflight.judge import findings, pair_rows
 from kvctl.lab.preflight.manifest import manifest
 from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results, place_ranks
 from kvctl.lab.ranks.planner import plan as make_plan
@@ -175,8 +175,8 @@ def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> Non
             run.run()
             rows = pair_rows(ranks, pairs, run.results)
             for _ in range(_ROUNDS_OF_SLOW_PAIRS):
-                if again := to_measure_again(rows):
-                    run.measure(again)
+                if slow := [(each["prefill"], each["decode"]) for each in rows if each["verdict"] == "warning"]:
+                    run.measure(slow)
                     rows = pair_rows(ranks, pairs, run.results)
             results = run.results
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 
@@ -62,18 +62,17 @@ class Scan:
         self._found: dict[str, tuple[int, Match]] = {}  # with the number of the log
         self._logs = 0
 
-    def read(self, name: str, file: BufferedReader, progress: Callable[[int], None] = lambda _: None) -> None:
+    def read(self, name: str, file: BufferedReader) -> None:
         """Searches one log; what was found before an error stays found.
 
         Args:
             file: may be compressed by gzip.
-            progress: called with the number of bytes that were searched, now and then.
 
         Raises:
             LogError: the file cannot be read, its compressed data is damaged, or is of another program.
         """
         self._logs += 1
-        number, nbytes = 1, 0
+        number = 1
         try:
             for block in _blocks(file):
                 plain = _ANSI.sub(b"", block) if b"\x1b" in block else block
@@ -81,8 +80,6 @@ class Scan:
                     if any(literal in plain for literal in signature.literals):
                         self._search(plain, signature, name, number)
                 number += block.count(b"\n")
-                nbytes += len(block)
-                progress(nbytes)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise LogError(f"its compressed data is damaged: {error}") from None
         except OSError as error:

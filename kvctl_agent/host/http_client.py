@@ -1,4 +1,4 @@
-"""One HTTP exchange over a connected socket, with a deadline for all of it and a limit on the answer.
+"""HTTP with a deadline for all of an exchange and a limit on the answer.
 
 `http.client` reads the answer from a stream whose every read has what is left of the time: with its own time limits,
 those of single reads, a server that sends slowly would hold its caller.
@@ -12,7 +12,11 @@ import time
 from http.client import HTTPResponse, IncompleteRead
 from typing import Any
 
+from kvctl_agent.host import resolver
+
 _PIECE_BYTES = 1 << 16
+_RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
+_LOOK_UP_S = 0.005
 
 
 class AnswerTooLarge(Exception):
@@ -25,6 +29,20 @@ def left_s(deadline_s: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
+
+
+def connect(host: str, port: int, deadline_s: float) -> socket.socket:
+    """Connects to the first address of a host that accepts it before a monotonic deadline, or raises OSError."""
+    since_ns = time.monotonic_ns() - _RECENT_NS
+    while (found := resolver.find(host, since_ns)) is None:
+        time.sleep(min(_LOOK_UP_S, left_s(deadline_s)))
+    failure = OSError(found.error)
+    for number, address in enumerate(found.addresses):
+        try:
+            return socket.create_connection((address, port), left_s(deadline_s) / (len(found.addresses) - number))
+        except OSError as error:
+            failure = error
+    raise failure
 
 
 def exchange(connection: socket.socket, request: bytes, deadline_s: float, most_bytes: int) -> tuple[int, Any, bytes]:

@@ -2,9 +2,9 @@
 
 The trace id is derived from the room's number, so that no ids need to be exchanged. The spans of decode ranks, whose
 ids are derived from number and nonce, are roots; those of prefill ranks are children of the first one. If the engine
-passed a W3C traceparent, the rank's span is a child of that one instead, and is not exported if that one is not
-sampled. The fold only appends finished rooms to a bounded queue; a separate thread creates the spans, and OpenTelemetry
-sends them in batches.
+passed a W3C traceparent, the rank's span is a child of that one instead, with a link to the decode rank's derived one,
+because the other end may know no traceparent; it is not exported if the traceparent is not sampled. The fold only
+appends finished rooms to a bounded queue; a separate thread creates the spans, and OpenTelemetry sends them in batches.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class RoomSpans:
 
         clock = self._fold.clock
         trace_id, span_id = trace_ids(record.room, record.nonce)
-        flags = trace.TraceFlags.SAMPLED
+        flags, links = trace.TraceFlags.SAMPLED, []
         if record.traceparent:
+            links = [trace.Link(trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags))]
             trace_id, span_id, flags = (int(number, 16) for number in record.traceparent.split("-")[1:])
         if not flags & trace.TraceFlags.SAMPLED:
             return
@@ -132,7 +133,11 @@ class RoomSpans:
         else:
             self._ids.next = (trace_id, span_id)
         span = self._tracer.start_span(
-            f"kv {self._role}", context, start_time=clock.wall_ns(record.opened_at), attributes=attributes(record)
+            f"kv {self._role}",
+            context,
+            attributes=attributes(record),
+            links=links,
+            start_time=clock.wall_ns(record.opened_at),
         )
         for name, begin, end in children:
             child = self._tracer.start_span(name, trace.set_span_in_context(span), start_time=clock.wall_ns(begin))

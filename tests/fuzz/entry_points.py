@@ -24,7 +24,6 @@ from kvctl.client.endpoints import endpoint_of, is_address
 from kvctl.client.keys import KeyNames
 from kvctl.errors import CliError
 from kvctl_agent.contract.addresses import (
-    Address,
     AddressError,
     host_of,
     is_local,
@@ -247,7 +246,7 @@ def sglang_lookup(data: bytes) -> None:
         return
     servers = []
 
-    def connect(address: Address, deadline: float) -> socket.socket:
+    def connect(host: str, port: int, deadline: float) -> socket.socket:
         ours, theirs = socket.socketpair()
         servers.append(theirs)
         theirs.sendall((b"HTTP/1.1 200 OK\r\n\r\n" * (not data[0] & 1) + data[1:])[: 1 << 16])

@@ -41,15 +41,15 @@ class Signal:
     Attributes:
         metric: its name, of a counter with `_total`.
         noun: what it counts, in the plural, for findings.
-        labels: labels of the samples that count, each with the values that do.
         state: of a queue, the state of a room that corresponds; "" for a queue that contains the others.
+        labels: labels of the samples that count, each with the values that do.
     """
 
     metric: str
     use: Use
     noun: str
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
     state: str = ""
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,56 +90,57 @@ class Engine:
 
 
 _BOOTSTRAPPING, _WAITING, _TRANSFERRING = "Bootstrapping", "WaitingForInput", "Transferring"
+_GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")
+_ENDED_WELL = ("stop", "length", "repetition")
+
+_SGLANG = (
+    Signal("sglang:http_requests_active", Use.QUEUE, "requests of clients", labels={"endpoint": _GENERATING}),
+    Signal("sglang:num_queue_reqs", Use.QUEUE, "requests that wait for a forward", _WAITING),
+    Signal("sglang:num_prefill_bootstrap_queue_reqs", Use.QUEUE, "requests that decode has not opened", _BOOTSTRAPPING),
+    Signal("sglang:num_prefill_inflight_queue_reqs", Use.QUEUE, "computed requests not sent", _TRANSFERRING),
+    Signal("sglang:num_decode_prealloc_queue_reqs", Use.QUEUE, "requests without memory or prefill", _BOOTSTRAPPING),
+    Signal("sglang:num_decode_transfer_queue_reqs", Use.QUEUE, "requests whose KV has not arrived", _TRANSFERRING),
+    Signal("sglang:num_requests_total", Use.FINISHED, "requests"),
+    Signal("sglang:generation_tokens_total", Use.TOKENS, "tokens"),
+    Signal("sglang:realtime_tokens_total", Use.COMPUTED, "tokens"),
+    Signal("sglang:num_bootstrap_failed_reqs_total", Use.FAILED, "requests whose other half did not come"),
+    Signal("sglang:num_transfer_failed_reqs_total", Use.FAILED, "transfers"),
+    Signal("sglang:num_prefill_retries_total", Use.RECOMPUTED, "prompts that prefill computed again"),
+    Signal("sglang:num_retracted_requests_total", Use.RECOMPUTED, "requests that decode dropped for want of memory"),
+)
+_VLLM_WAITING, _VLLM_ENDED = "vllm:num_requests_waiting_by_reason", "vllm:request_success_total"
+_VLLM = (
+    Signal(_VLLM_WAITING, Use.QUEUE, "requests that wait for memory or a forward", _WAITING, {"reason": ("capacity",)}),
+    Signal(
+        _VLLM_WAITING, Use.QUEUE, "requests that wait for KV from elsewhere", _TRANSFERRING, {"reason": ("deferred",)}
+    ),
+    Signal(_VLLM_ENDED, Use.FINISHED, "requests", labels={"finished_reason": _ENDED_WELL}),
+    Signal("vllm:generation_tokens_total", Use.TOKENS, "tokens"),
+    Signal(_VLLM_ENDED, Use.FAILED, "requests that ended with an error", labels={"finished_reason": ("error",)}),
+    Signal("vllm:nixl_num_failed_transfers_total", Use.FAILED, "transfers, handshakes or notifications"),
+    Signal("vllm:hf3fs_num_failed_load_total", Use.FAILED, "loads from 3FS"),
+    Signal("vllm:mooncake_store_operation_failed_keys_total", Use.FAILED, "keys of the Mooncake store"),
+    Signal("vllm:nixl_num_kv_expired_reqs_total", Use.EXPIRED, "prompts that decode did not read in time"),
+    Signal("vllm:nixl_num_notifications_after_expiry_total", Use.EXPIRED, "prompts that were read after their release"),
+    Signal("vllm:num_preemptions_total", Use.RECOMPUTED, "requests that were preempted for want of memory"),
+)
+_DYNAMO_ENDED = "dynamo_frontend_requests_total"
+_DYNAMO = (
+    Signal("dynamo_frontend_queued_requests", Use.QUEUE, "requests without a first token", _WAITING),
+    Signal("dynamo_frontend_router_queue_pending_requests", Use.QUEUE, "requests that wait in the router", _WAITING),
+    Signal(_DYNAMO_ENDED, Use.FINISHED, "requests", labels={"status": ("success",)}),
+    Signal("dynamo_frontend_output_tokens_total", Use.TOKENS, "tokens"),
+    Signal(_DYNAMO_ENDED, Use.FAILED, "requests", labels={"status": ("error",)}),
+    Signal("dynamo_component_errors_total", Use.FAILED, "requests of the worker"),
+    Signal("dynamo_frontend_model_migration_total", Use.RECOMPUTED, "requests that were moved to another worker"),
+)
 
 ENGINES: tuple[Engine, ...] = (
     Engine(
         "sglang",
         "sglang:",
         "0.5.23",
-        (
-            Signal(
-                "sglang:http_requests_active",
-                Use.QUEUE,
-                "requests that clients wait for",
-                {"endpoint": ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")},
-            ),
-            Signal("sglang:num_queue_reqs", Use.QUEUE, "requests that wait for a forward", state=_WAITING),
-            Signal(
-                "sglang:num_prefill_bootstrap_queue_reqs",
-                Use.QUEUE,
-                "requests that wait for their decode server to open the transfer",
-                state=_BOOTSTRAPPING,
-            ),
-            Signal(
-                "sglang:num_prefill_inflight_queue_reqs",
-                Use.QUEUE,
-                "computed requests whose KV is not sent",
-                state=_TRANSFERRING,
-            ),
-            Signal(
-                "sglang:num_decode_prealloc_queue_reqs",
-                Use.QUEUE,
-                "requests that wait for KV memory or for their prefill server",
-                state=_BOOTSTRAPPING,
-            ),
-            Signal(
-                "sglang:num_decode_transfer_queue_reqs",
-                Use.QUEUE,
-                "requests whose KV has not arrived",
-                state=_TRANSFERRING,
-            ),
-            Signal("sglang:num_requests_total", Use.FINISHED, "requests"),
-            Signal("sglang:generation_tokens_total", Use.TOKENS, "tokens"),
-            Signal("sglang:realtime_tokens_total", Use.COMPUTED, "tokens"),
-            Signal("sglang:num_bootstrap_failed_reqs_total", Use.FAILED, "requests whose other half did not come"),
-            Signal("sglang:num_transfer_failed_reqs_total", Use.FAILED, "transfers"),
-            Signal("sglang:num_prefill_retries_total", Use.RECOMPUTED, "prompts that prefill computed again"),
-            Signal(
-                "sglang:num_retracted_requests_total",
-                Use.RECOMPUTED,
-                "requests whose KV decode dropped for want of memory",
-            ),
-        ),
+        _SGLANG,
         Transfers(("sglang:kv_transfer_total_mb",), 1 << 20, "sglang:kv_transfer_latency_ms", 1_000_000),
         role_labels=("engine_type",),
         finished_or_failed=True,
@@ -148,71 +149,10 @@ ENGINES: tuple[Engine, ...] = (
         "vllm",
         "vllm:",
         "0.32.0",
-        (
-            Signal(
-                "vllm:num_requests_waiting_by_reason",
-                Use.QUEUE,
-                "requests that wait for memory or a forward",
-                {"reason": ("capacity",)},
-                _WAITING,
-            ),
-            Signal(
-                "vllm:num_requests_waiting_by_reason",
-                Use.QUEUE,
-                "requests that wait for KV from another server or another condition",
-                {"reason": ("deferred",)},
-                _TRANSFERRING,
-            ),
-            Signal(
-                "vllm:request_success_total",
-                Use.FINISHED,
-                "requests",
-                {"finished_reason": ("stop", "length", "repetition")},
-            ),
-            Signal("vllm:generation_tokens_total", Use.TOKENS, "tokens"),
-            Signal(
-                "vllm:request_success_total",
-                Use.FAILED,
-                "requests that ended with an error",
-                {"finished_reason": ("error",)},
-            ),
-            Signal("vllm:nixl_num_failed_transfers_total", Use.FAILED, "transfers, handshakes or notifications"),
-            Signal("vllm:hf3fs_num_failed_load_total", Use.FAILED, "loads from 3FS"),
-            Signal("vllm:mooncake_store_operation_failed_keys_total", Use.FAILED, "keys of the Mooncake store"),
-            Signal("vllm:nixl_num_kv_expired_reqs_total", Use.EXPIRED, "prompts that decode did not read in time"),
-            Signal(
-                "vllm:nixl_num_notifications_after_expiry_total",
-                Use.EXPIRED,
-                "prompts that were read after their memory was released",
-            ),
-            Signal("vllm:num_preemptions_total", Use.RECOMPUTED, "requests that were preempted for want of memory"),
-        ),
+        _VLLM,
         Transfers(("vllm:nixl_bytes_transferred",), 1, "vllm:nixl_xfer_time_seconds", 1_000_000_000),
     ),
-    Engine(
-        "dynamo",
-        "dynamo_",
-        "1.7.0",
-        (
-            Signal("dynamo_frontend_queued_requests", Use.QUEUE, "requests without a first token", state=_WAITING),
-            Signal(
-                "dynamo_frontend_router_queue_pending_requests",
-                Use.QUEUE,
-                "requests that wait in the router",
-                state=_WAITING,
-            ),
-            Signal("dynamo_frontend_requests_total", Use.FINISHED, "requests", {"status": ("success",)}),
-            Signal("dynamo_frontend_output_tokens_total", Use.TOKENS, "tokens"),
-            Signal("dynamo_frontend_requests_total", Use.FAILED, "requests", {"status": ("error",)}),
-            Signal("dynamo_component_errors_total", Use.FAILED, "requests of the worker"),
-            Signal(
-                "dynamo_frontend_model_migration_total",
-                Use.RECOMPUTED,
-                "requests that were moved to another worker",
-            ),
-        ),
-        role_labels=("worker_type", "dynamo_component"),
-    ),
+    Engine("dynamo", "dynamo_", "1.7.0", _DYNAMO, role_labels=("worker_type", "dynamo_component")),
     Engine(
         "nixl",
         "agent_",

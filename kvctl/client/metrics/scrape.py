@@ -22,8 +22,7 @@ from prometheus_client.parser import text_fd_to_metric_families
 from kvctl.client.faults import FaultCode
 from kvctl.client.metrics.names import ALIVE, ENGINES
 from kvctl_agent.contract.values import shown
-from kvctl_agent.host import resolver
-from kvctl_agent.host.http_client import AnswerTooLarge, exchange, left_s
+from kvctl_agent.host.http_client import AnswerTooLarge, connect, exchange, left_s
 
 MAX_BYTES = 16 << 20
 """Largest answer; a server of eight ranks has half a megabyte."""
@@ -31,8 +30,6 @@ MAX_BYTES = 16 << 20
 _LINE_CHARACTERS = 1 << 14
 _MOST_LINES = 50_000
 _LARGEST = 1e15
-_RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
-_LOOK_UP_S = 0.005
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
 _PREFIXES = (ALIVE, *(engine.prefix for engine in ENGINES))
@@ -135,20 +132,7 @@ def _get(url: SplitResult, deadline_ns: int, *, redirected: bool) -> bytes:
 
 def _connect(url: SplitResult, deadline_s: float) -> socket.socket:
     host = url.hostname or ""
-    begun_ns = time.monotonic_ns()
-    while (found := resolver.find(host, begun_ns - _RECENT_NS)) is None:
-        time.sleep(min(_LOOK_UP_S, left_s(deadline_s)))
-    if not found.addresses:
-        raise ScrapeError(FaultCode.UNREACHABLE, found.error)
-    port = url.port or _PORTS[url.scheme]
-    for number, address in enumerate(found.addresses, 1):
-        try:
-            share_s = left_s(deadline_s) / (len(found.addresses) - number + 1)
-            connection = socket.create_connection((address, port), share_s)
-            break
-        except OSError:
-            if number == len(found.addresses) or time.monotonic() >= deadline_s:
-                raise
+    connection = connect(host, url.port or _PORTS[url.scheme], deadline_s)
     if url.scheme == "http":
         return connection
     try:

@@ -62,23 +62,18 @@ def _url(agent: Agent) -> str:
 
 
 def _growths(snapshot: Snapshot, agent: Agent, engine: Engine, use: Use) -> Iterator[_Growth]:
-    """Yields the counters of one use that are not 0."""
     before = snapshot.earlier(agent.name)
     for signal, value in totals(engine, agent.families, use):
-        if value > 0:
-            then = None if before is None else total(before.families, signal) or 0
-            yield _Growth(signal, value, None if then is None else value - then if value >= then else value)
+        then = None if before is None else total(before.families, signal) or 0
+        yield _Growth(signal, value, None if then is None else value - then if value >= then else value)
 
 
 def _grown(snapshot: Snapshot, agent: Agent, *uses: Use) -> float | None:
     """Returns the growth of all counters of these uses, over all engines of an endpoint; None if there are none."""
-    before = snapshot.earlier(agent.name)
-    found = None
-    for engine in exported(agent.families) if before is not None else ():
-        for use in uses:
-            for signal, value in totals(engine, agent.families, use):
-                found = (found or 0) + max(0, value - (total(before.families, signal) or 0)) if before else found
-    return found
+    found = [
+        each for engine in exported(agent.families) for use in uses for each in _growths(snapshot, agent, engine, use)
+    ]
+    return sum(each.growth or 0 for each in found) if found and snapshot.earlier(agent.name) is not None else None
 
 
 def _recent(snapshot: Snapshot, agent: Agent, engine: Engine) -> tuple[Moved | None, Moved | None]:
@@ -228,7 +223,7 @@ def counted_by_engines(snapshot: Snapshot, code: Code, use: Use, verb: str, step
         step: what to do about it, after a look at the counters.
     """
     for agent, engine in _servers(snapshot):
-        found = list(_growths(snapshot, agent, engine, use))
+        found = [each for each in _growths(snapshot, agent, engine, use) if each.value > 0]
         grown = [each for each in found if each.growth]
         if not found:
             continue

@@ -35,13 +35,12 @@ _CODES = (
     *("KV_CLOCK_SKEW", "KV_NIC_DOWN", "KV_RAIL_IDLE", "KV_LANE_NOT_RDMA", "KV_NUMA_FAR", "KV_GID_UNROUTABLE"),
     *("KV_NIC_ERRORS", "KV_LANE_SLOW"),
 )
-# A pair is slow if a quarter of the pairs is so many times faster, also when it is measured again beside fast ones.
+# A pair is slow if a quarter of the pairs is so many times faster, also when it is measured again.
 _SLOW_FACTOR = 5
-_REFERENCES = 3
 _LATE_FACTOR = 10
 _LATE_NS = 2_000_000
 _NONE: Mapping[str, Any] = MappingProxyType({})
-_MEASURED = ("gb_per_s", "latency_ns", "first_ns", "moved_bytes", "round")
+_MEASURED = ("gb_per_s", "latency_ns", "first_ns", "moved_bytes")
 
 
 def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], results: Results) -> list[dict[str, Any]]:
@@ -79,23 +78,13 @@ def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], re
     return rows
 
 
-def to_measure_again(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Returns the pairs that are slower than others, and a few fast ones to compare them with in a further round."""
-    slow = [row for row in rows if row["verdict"] == "warning"]
-    fast = sorted((row for row in rows if row["verdict"] == "ok"), key=lambda row: -row["gb_per_s"])
-    chosen = slow[:]
-    for within in {_within(row) for row in slow}:
-        chosen += [row for row in fast if _within(row) == within][:_REFERENCES]
-    return [(row["prefill"], row["decode"]) for row in chosen]
-
-
 def _within(row: Mapping[str, Any]) -> bool:
     """Returns whether both ranks of a pair are on one host: such pairs are compared with their like."""
     return bool(row["prefill_host"] == row["decode_host"])
 
 
 def _judge_row(row: dict[str, Any], rows: Sequence[Mapping[str, Any]], results: Results) -> None:
-    """Sets verdict and problem of a row; a pair is compared with those that were measured in the same round."""
+    """Sets verdict and problem of a row; a pair is compared with the others."""
     key = row["prefill"], row["decode"]
     ends = row["prefill_host"], row["decode_host"]
     written: Mapping[str, Any] = results.writes.get(key, {})
@@ -111,7 +100,7 @@ def _judge_row(row: dict[str, Any], rows: Sequence[Mapping[str, Any]], results: 
         row["verdict"] = "critical" if why else "unknown"
         row["problem"] = why or "not measured"
     else:
-        alike = [each for each in rows if each["round"] == row["round"] and _within(each) == _within(row)]
+        alike = [each for each in rows if each["gb_per_s"] is not None and _within(each) == _within(row)]
         rates = sorted(each["gb_per_s"] for each in alike)
         latencies = sorted(each["latency_ns"] for each in alike)
         fast, short = rates[-1 - (len(rates) - 1) // 4], latencies[(len(latencies) - 1) // 4]

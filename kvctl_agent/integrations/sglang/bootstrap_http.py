@@ -8,7 +8,6 @@ and runs on a thread of its own, which the scheduler waits for only briefly.
 from __future__ import annotations
 
 import json as text
-import socket
 import threading
 import time
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -21,7 +20,7 @@ from kvctl_agent import KvctlError
 from kvctl_agent.contract.addresses import Address, parse_place, tcp_address
 from kvctl_agent.contract.states import MAX_RANKS
 from kvctl_agent.contract.values import shown
-from kvctl_agent.host.http_client import AnswerTooLarge, exchange, left_s
+from kvctl_agent.host.http_client import AnswerTooLarge, connect, exchange
 
 _TOTAL_S = 5.0  # SGLang's own limit, which it applies to each read
 _WAIT_S = 0.5  # SGLang asks again in its next cycle, or after a second
@@ -196,29 +195,9 @@ class _Exchange:
         method, path, body = self._request
         head = f"{method} {path} HTTP/1.1\r\nHost: {self.address.place}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        with connect(self.address, self._deadline) as connection:
+        with connect(self.address.host, self.address.port, self._deadline) as connection:
             status, _, found = exchange(connection, head.encode("ascii") + body, self._deadline, _MAX_BYTES)
         return Answer(self.url, status, found)
-
-
-def connect(address: Address, deadline: float) -> socket.socket:
-    """Connects to the first place of an address that accepts it.
-
-    Raises:
-        OSError: none does before the deadline, or the name cannot be looked up, which has a time limit of its own.
-    """
-    failure = OSError("it has no address")
-    for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
-        made = socket.socket(family, kind, protocol)
-        try:
-            made.settimeout(left_s(deadline))
-            made.connect(place)
-        except OSError as error:
-            made.close()
-            failure = error
-        else:
-            return made
-    raise failure
 
 
 CLIENT = BootstrapClient()

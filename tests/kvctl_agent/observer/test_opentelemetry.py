@@ -79,6 +79,17 @@ def test_a_room_with_a_traceparent_is_a_child_of_it(role: str) -> None:
     assert told(role, (ROOM, NONCE), parent=f"00-{trace_id}-{span_id}-00") == []  # the client did not sample it
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_span_of_the_clients_trace_has_a_link_to_that_of_an_end_without_a_traceparent(role: str) -> None:
+    (span,) = told(role, (ROOM, NONCE), parent=f"00-{1:032x}-{1:016x}-01")
+    (other,) = told({"prefill": "decode", "decode": "prefill"}[role], (ROOM, NONCE))
+    (link,) = span.links
+    assert other.context is not None
+    assert link.context.trace_id == other.context.trace_id
+    assert link.context.span_id == (other.parent or other.context).span_id
+    assert other.links == ()
+
+
 def test_a_number_used_again_is_another_root_of_its_trace() -> None:
     one, two = told("decode", (7, 1), (7, 3))
     assert one.context is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from time import monotonic_ns
@@ -149,7 +149,7 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
     transfer = config.kv_transfer_config
     pp = _pp_rank() if parallel.pipeline_parallel_size > 1 else 0
     axes = {"pp": (pp, parallel.pipeline_parallel_size)}
-    engine = _nixl(watch) if hasattr(worker, "nixl_wrapper") else _mooncake(watch, role)
+    engine = _nixl(watch, role) if hasattr(worker, "nixl_wrapper") else _mooncake(watch, role)
     name = rank_name(role, axes, worker.tp_rank, engine.address)
     lengths, pages = engine.block_lengths, engine.blocks
     layers = len(worker.kv_cache_config.kv_cache_groups[0].layer_names) or len(lengths)
@@ -185,7 +185,7 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
             },
             "calls": ["start_load_kv"],
         },
-        config=engine.settings(transfer, role),
+        config=engine.settings,
         refused=_REFUSED,
     )
 
@@ -205,7 +205,7 @@ class Engine(NamedTuple):
         name, backend: the transfer engine, and its transport.
         address: HOST:PORT in the name of the worker; `endpoint` is the name by which workers of other engines know it.
         block_lengths: bytes of one block in each of its regions.
-        settings: returns the settings of vLLM that correspond to an agent's.
+        settings: settings of vLLM that correspond to an agent's.
     """
 
     name: str
@@ -217,14 +217,18 @@ class Engine(NamedTuple):
     device: str
     blocks: int
     block_lengths: list[int]
-    settings: Callable[[Any, Role], list[ConfigRow]]
+    settings: list[ConfigRow]
 
 
-def _nixl(watch: Watch) -> Engine:
+def _nixl(watch: Watch, role: Role) -> Engine:
     from vllm import envs
 
     worker = watch.worker
     port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + worker.vllm_config.parallel_config.data_parallel_index
+    transfer = worker.vllm_config.kv_transfer_config
+    lease_s = float(transfer.get_from_extra_config("kv_lease_duration", _LEASE_S))
+    key, value_s = ("heartbeat_s", lease_s // 6) if role == "decode" else ("hold_s", lease_s)
+    text = "vLLM's kv_lease_duration in kv_connector_extra_config"
     return Engine(
         name="nixl",
         backend=", ".join(worker.nixl_backends),
@@ -235,7 +239,7 @@ def _nixl(watch: Watch) -> Engine:
         device=worker.device_type,
         blocks=worker.num_blocks,
         block_lengths=[int(each) for each in worker.block_len_per_layer],
-        settings=_nixl_settings,
+        settings=[setting(key, value_s, "s", "--kv-transfer-config", text)],
     )
 
 
@@ -249,6 +253,8 @@ def _mooncake(watch: Watch, role: Role) -> Engine:
     if role == "prefill":
         port = mooncake.port_of(get_mooncake_bootstrap_addr(worker.vllm_config)[1], worker.engine_id)
     extra = worker.vllm_config.kv_transfer_config.kv_connector_extra_config
+    hold = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
+    settings = [setting("hold_s", mooncake.lease_s(), "s", variable_origin(hold), f"vLLM's {hold}")]
     return Engine(
         name="mooncake",
         backend=str(extra.get("mooncake_protocol", "rdma")),
@@ -259,7 +265,7 @@ def _mooncake(watch: Watch, role: Role) -> Engine:
         device=current_platform.device_type,
         blocks=worker.kv_cache_config.num_blocks * worker._physical_blocks_per_logical_kv_block,
         block_lengths=[int(each) for each in worker.kv_block_len_per_layer],
-        settings=_mooncake_settings,
+        settings=settings if role == "prefill" else [],
     )
 
 
@@ -267,20 +273,6 @@ def _pp_rank() -> int:
     from vllm.distributed.parallel_state import get_pp_group
 
     return int(get_pp_group().rank_in_group)
-
-
-def _mooncake_settings(_: Any, role: Role) -> list[ConfigRow]:
-    if role == "decode":
-        return []
-    variable = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
-    return [setting("hold_s", mooncake.lease_s(), "s", variable_origin(variable), f"vLLM's {variable}")]
-
-
-def _nixl_settings(transfer: Any, role: Role) -> list[ConfigRow]:
-    lease_s = float(transfer.get_from_extra_config("kv_lease_duration", _LEASE_S))
-    values = {"heartbeat_s": lease_s // 6} if role == "decode" else {"hold_s": lease_s}
-    text = "vLLM's kv_lease_duration in kv_connector_extra_config"
-    return [setting(key, value, "s", "--kv-transfer-config", text) for key, value in values.items()]
 
 
 # ---- documents -------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from kvctl.client.clock import ClockOffset
 from kvctl.health.lanes import carried_by
-from kvctl.lab.preflight.judge import findings, pair_rows, to_measure_again
+from kvctl.lab.preflight.judge import findings, pair_rows
 from kvctl.lab.preflight.run import Options, PlannedRank, Results
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.choices import HOST
@@ -68,7 +68,7 @@ class Fleet:
         for name in pair:
             self.trees[PLACES[name]].carry(device, GIB)
         self.results.writes[pair] = {
-            **{"error": "", "wrong_bytes": False, "round": 1, "gb_per_s": gb_per_s, "latency_ns": 5_000},
+            **{"error": "", "wrong_bytes": False, "gb_per_s": gb_per_s, "latency_ns": 5_000},
             **{"first_ns": 1_000_000, "moved_bytes": GIB, "before": before},
             **{"after": HostNics(self.trees[PLACES[pair[0]]].root).read(), **more},
         }
@@ -98,16 +98,11 @@ def test_equal_pairs_are_ok_and_their_rail_is_known_from_its_counters(fleet: Fle
         assert row["mtu"] == 9000
 
 
-def test_a_slow_pair_is_compared_with_those_of_its_round(fleet: Fleet) -> None:
-    slow = ("prefill-0", "decode-1")
-    fleet.write(slow, "mlx5_0", gb_per_s=2.0)
+def test_a_slow_pair_is_compared_with_the_others(fleet: Fleet) -> None:
+    fleet.write(("prefill-0", "decode-1"), "mlx5_0", gb_per_s=2.0)
     assert ("KV_LANE_SLOW", "n1 → n4") in fleet.found()
-    again = to_measure_again(list(fleet.rows().values()))
-    assert again[0] == slow
-    assert set(again) == set(PAIRS)
-    # Now the host is busy, and the others are as slow.
-    for pair in again:
-        fleet.write(pair, "mlx5_0", gb_per_s=1.5, round=2)
+    for pair in PAIRS:  # all are as slow
+        fleet.write(pair, "mlx5_0", gb_per_s=1.5)
     assert {row["verdict"] for row in fleet.rows().values()} == {"ok"}
 
 
@@ -133,7 +128,7 @@ def test_wrong_bytes_and_writes_that_do_not_end_are_critical(fleet: Fleet) -> No
 def test_a_writer_that_hangs_is_named_with_its_pair_only(fleet: Fleet) -> None:
     text = "prefill-0: it has not finished writing to its peer within 30 s"
     fleet.results.failed["prefill-0"] = text
-    fleet.results.writes["prefill-0", "decode-0"] = {"error": text, "overdue": True, "wrong_bytes": False, "round": 1}
+    fleet.results.writes["prefill-0", "decode-0"] = {"error": text, "overdue": True, "wrong_bytes": False}
     del fleet.results.writes["prefill-0", "decode-1"]
     assert fleet.found() == [("KV_DATA_BLOCKED", "n1 → n3")]
     assert fleet.rows()["prefill-0", "decode-1"]["verdict"] == "critical"
