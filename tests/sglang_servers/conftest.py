@@ -28,6 +28,7 @@ from kvctl.lab.demo.sglang_servers import (
 )
 from kvctl.lab.tcp_ports import free_port
 from tests.support.observers import end_observer
+from tests.support.trace_receiver import Receiver, receiving
 
 # What SGLang gets as --disaggregation-transfer-backend and as KVCTL_SGLANG.
 MODES = {
@@ -170,9 +171,11 @@ DECODES = {
     "overlap": ("--disaggregation-decode-enable-radix-cache", "--disaggregation-enable-kv-checksum"),
     "switch": (*PREFILLS["switch"], "--disaggregation-bootstrap-port", str(SWITCH_PORT)),
 }
+# The fleet whose spans are exported.
+TRACED = "tp1+tp2-tp1"
 # Prefill and decode servers of the fleets. Few at a time: the threads of an idle rank wake a thousand times a second.
 FLEETS = {
-    "tp1+tp2-tp1": (("tp1", "tp2"), ("tp1",)),
+    TRACED: (("tp1", "tp2"), ("tp1",)),
     "tp1-tp2+dp2": (("tp1",), ("tp2", "dp2")),
     "dp2-tp1": (("dp2",), ("tp1",)),
     "tp1+attention2-attention2": (("tp1", "attention2"), ("attention2",)),
@@ -229,6 +232,13 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
+def traces() -> Iterator[Receiver]:
+    """Gets the spans of the servers of `TRACED`."""
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
 def servers(
     request: pytest.FixtureRequest,
     mode: str,
@@ -237,12 +247,15 @@ def servers(
     qwen3: Path,
     folder: Path,
     undivided: Undivided,
+    traces: Receiver,
 ) -> Iterator[Servers]:
     """The fleet that a test names as its parameter; it serves all tests that name it, one after another."""
     backend, plugin = MODES[mode]
     at = folder / f"{mode}-{request.param}"
     (at / "sockets").mkdir(parents=True)
     environment = {**ENVIRONMENT, "KVCTL_SGLANG": plugin, "KVCTL_SOCKET_DIR": str(at / "sockets")}
+    if request.param == TRACED:
+        environment |= {"KVCTL_OTEL_ENDPOINT": traces.url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
     flags = [flag for flag in CPU_FLAGS if flag != "--disable-overlap-schedule" or "overlap" not in request.param]
     if "overlap" in request.param:
         # SGLang orders a prefix that it sends early behind a CUDA event, which a CPU does not have.

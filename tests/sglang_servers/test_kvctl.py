@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvctl_agent.observer.opentelemetry import trace_ids
 from tests.sglang_servers.conftest import Servers
 from tests.sglang_servers.test_tokens import prompt
+from tests.support.trace_receiver import Receiver
 
 pytestmark = pytest.mark.parametrize("servers", ["tp1+tp2-tp1"], indirect=True, scope="session")
 
@@ -56,6 +58,28 @@ def test_a_finished_room_is_in_the_history_of_its_ranks(servers: Servers, pair: 
     assert {row["state"] for row in found} == {"Success"}
     if servers.mode != "observe":
         assert {row["request_id"] for row in found} == {message["rid"]}
+
+
+@pytest.mark.modes("kvctl", "replace", "observe", reason="the plugin is off")
+@pytest.mark.parametrize("pair", ["tp1-tp1", "tp2-tp1"])
+def test_a_request_is_one_trace_with_its_phases(servers: Servers, traces: Receiver, pair: str) -> None:
+    prefill, decode = servers.pair(pair)
+    message = prefill.request(prompt(100, seed=31), 4)
+    prefill.send(decode, message)
+    trace_id, _ = trace_ids(message["bootstrap_room"], 0)
+    ends = ["kv decode", *["kv prefill"] * int(pair[2])]
+    spans = traces.wait(*ends, trace=f"{trace_id:032x}")
+    by_id = {span.span: span for span in spans}
+    (root,) = (span for span in spans if not span.parent)
+    assert (root.name, root.service) == ("kv decode", "kvctl-decode")
+    assert [span.name for span in spans if span.parent == root.span and span.service == "kvctl-prefill"] == ends[1:]
+    phases = [span for span in spans if span.name not in ends]
+    assert {span.service for span in phases} == {"kvctl-prefill", "kvctl-decode"}
+    for phase in phases:
+        end = by_id[phase.parent]
+        assert (end.name in ends, end.service) == (True, phase.service)
+        assert end.begin_ns <= phase.begin_ns <= phase.end_ns <= end.end_ns
+    print(sorted((span.service, span.name) for span in phases))
 
 
 def test_a_healthy_fleet_has_no_critical_findings(servers: Servers) -> None:

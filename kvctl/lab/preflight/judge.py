@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -307,17 +308,8 @@ def _health_findings(
 ) -> Iterator[Finding]:
     after = _snapshot(ranks, rows, results, _snapshot(ranks, rows, results, None))
     for finding in examine(after, [CODES_BY_NAME[name] for name in _CODES]):
-        if finding.code in CODES_BY_NAME:
-            yield Finding(
-                finding.code,
-                finding.severity,
-                finding.subject,
-                finding.agents,
-                finding.cause,
-                CODES_BY_NAME[finding.code].remedy,  # the finding's own asks agents, which do not run yet
-                finding.evidence,
-                weight=finding.weight,
-            )
+        if (code := CODES_BY_NAME.get(finding.code)) is not None:
+            yield replace(finding, remedy=code.remedy)  # its own asks agents, which do not run yet
 
 
 def _snapshot(

@@ -2,78 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.observer.opentelemetry import trace_ids
+from tests.support.trace_receiver import Receiver, receiving
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-
-
-class Span(NamedTuple):
-    """A span as the receiver got it; ids are hexadecimal, `parent` is "" at a root."""
-
-    service: str
-    name: str
-    trace: str
-    span: str
-    parent: str
-    begin_ns: int
-    end_ns: int
-
-
-class Receiver:
-    """An OTLP receiver over HTTP."""
-
-    def __init__(self, server: HTTPServer, spans: list[Span]) -> None:
-        self.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
-        self._spans = spans
-
-    def wait(self, *names: str) -> list[Span]:
-        """Returns the spans once there is one of each of these names; a name may be given several times."""
-        deadline = time.monotonic() + 60
-        while missing := [name for name in set(names) if self._count(name) < names.count(name)]:
-            assert time.monotonic() < deadline, f"no span {missing} within 60 s; there are {self._spans}"
-            time.sleep(0.01)
-        return list(self._spans)
-
-    def _count(self, name: str) -> int:
-        return sum(span.name == name for span in list(self._spans))
 
 
 @pytest.fixture
 def receiver(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # ms between exports, by default 5 s
-    spans: list[Span] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
-            for resource in sent.resource_spans:
-                attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
-                for each in (span for scope in resource.scope_spans for span in scope.spans):
-                    ids = each.trace_id.hex(), each.span_id.hex(), each.parent_span_id.hex()
-                    times = each.start_time_unix_nano, each.end_time_unix_nano
-                    spans.append(Span(attributes["service.name"], each.name, *ids, *times))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield Receiver(server, spans)
-        server.shutdown()
-        thread.join()
+    with receiving() as receiver:
+        yield receiver
 
 
 def transfer(fleet: Any, number: int, traceparent: str = "") -> None:
