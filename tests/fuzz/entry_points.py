@@ -246,7 +246,7 @@ def sglang_lookup(data: bytes) -> None:
         return
     servers = []
 
-    def connect(host: str, port: int, deadline: float) -> socket.socket:
+    def connect(host: str, port: int, deadline_s: float) -> socket.socket:
         ours, theirs = socket.socketpair()
         servers.append(theirs)
         theirs.sendall((b"HTTP/1.1 200 OK\r\n\r\n" * (not data[0] & 1) + data[1:])[: 1 << 16])
