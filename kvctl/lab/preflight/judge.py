@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 from kvctl.client.clock import ClockOffset
@@ -40,7 +39,6 @@ _CODES = (
 _SLOW_FACTOR = 5
 _LATE_FACTOR = 10
 _LATE_NS = 2_000_000
-_NONE: Mapping[str, Any] = MappingProxyType({})
 _MEASURED = ("gb_per_s", "latency_ns", "first_ns", "moved_bytes")
 
 
@@ -348,6 +346,6 @@ def _peer(rank: PlannedRank, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _critical(
-    code: str, subject: str, agents: Iterable[str], cause: str, remedy: str, evidence: Mapping[str, Any] = _NONE
+    code: str, subject: str, agents: Iterable[str], cause: str, remedy: str, evidence: Mapping[str, Any] | None = None
 ) -> Finding:
-    return Finding(code, Severity.CRITICAL, subject, tuple(dict.fromkeys(agents)), cause, remedy, evidence)
+    return Finding(code, Severity.CRITICAL, subject, tuple(dict.fromkeys(agents)), cause, remedy, evidence or {})

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 from kvctl_agent.integrations.vllm.observe import hooks, mooncake, observer
@@ -66,7 +65,7 @@ def other_parameters(halves: Iterable[type], hooked: Iterable[str], *modules: st
         if real is None:
             found.append(f"no module has {own.__name__}")
             continue
-        for name in filter(partial(hasattr, real), hooked):
+        for name in (each for each in hooked if hasattr(own, each) and hasattr(real, each)):
             ours, theirs = (list(inspect.signature(getattr(each, name)).parameters) for each in (own, real))
             if ours != theirs:
                 found.append(f"{own.__name__}.{name} has the parameters {ours}: those of the engine are {theirs}")

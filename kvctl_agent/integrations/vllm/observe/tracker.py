@@ -153,9 +153,9 @@ class Tracker:
         """vLLM has logged a failure of a request, or of all that wait for an engine."""
         text, server = encodable(text)[:_LONGEST_TEXT], self._engines.get(engine or "")
         if server is not None and code == "KV_HANDSHAKE_FAILED":
-            for peer in self._peers_at(server):
-                if peer.state == "connecting":
-                    peer.error = text
+            for name in self._peers_at(server):
+                if self.peers[name].state == "connecting":
+                    self.peers[name].error = text
         room = self.rooms.get(request or "")
         if room is not None and room.reason is None:
             names = room.owing or room.record.peers
@@ -300,7 +300,7 @@ class Tracker:
         if room is None:
             return
         room.server, room.record.pages = server, blocks
-        names = list(self._peers_at_names(server))
+        names = self._peers_at(server)
         if names:
             room.owing = names
             room.record.expect(list(names))
@@ -334,7 +334,7 @@ class Tracker:
 
     def _expect(self, server: Server) -> None:
         """Sets the peers of the rooms that wait for an engine's workers."""
-        names = list(self._peers_at_names(server))
+        names = self._peers_at(server)
         for room in self.rooms.values():
             if room.server == server and not room.moved and room.record.peers != names:
                 room.owing = list(names)
@@ -400,12 +400,9 @@ class Tracker:
         server = self._engines.get(posted.engine)
         return posted.engine if server is None else self._name(server, posted.rank)
 
-    def _peers_at_names(self, server: Server) -> list[str]:
+    def _peers_at(self, server: Server) -> list[str]:
         end = f"@{server.host}:{server.port}"
         return [name for name in self.peers if name.endswith(end)]
-
-    def _peers_at(self, server: Server) -> list[Peer]:
-        return [self.peers[name] for name in self._peers_at_names(server)]
 
     def _peer(self, name: str, endpoint: str) -> Peer:
         peer = self.peers.get(name)
