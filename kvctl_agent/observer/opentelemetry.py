@@ -118,7 +118,8 @@ class RoomSpans:
         trace_id, span_id = trace_ids(record.room, record.nonce)
         flags, links = trace.TraceFlags.SAMPLED, []
         if record.traceparent:
-            links = [trace.Link(trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags))]
+            linked = trace.SpanContext(trace_id, span_id, is_remote=True, trace_flags=trace.TraceFlags(flags))
+            links = [trace.Link(linked)]
             trace_id, span_id, flags = (int(number, 16) for number in record.traceparent.split("-")[1:])
         if not flags & trace.TraceFlags.SAMPLED:
             return

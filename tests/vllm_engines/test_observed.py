@@ -38,9 +38,10 @@ def without_id(transfer: Params) -> Params:
 class Observed:
     """A prefill and a decode engine with one of vLLM's own connectors, and what kvctl says about them."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, tp_size: int = 1) -> None:
         self.kind = kind
-        self.folder = folder / kind
+        self.folder = folder / f"{kind}-{tp_size}"
+        self._tp_size = tp_size
         self.sockets = self.folder / "s"
         self.sockets.mkdir(parents=True, mode=0o700)
         write_model(self.folder / "model", "llama")
@@ -76,7 +77,12 @@ class Observed:
             "VLLM_MOONCAKE_CONNECTOR_TIMEOUT": "10",  # three times for a bootstrap server that does not answer
             "VLLM_HOST_IP": "127.0.0.1",
         }
-        arguments = {**ARGUMENTS, "model": str(self.folder / "model"), "kv_transfer_config": transfer}
+        arguments = {
+            **ARGUMENTS,
+            "model": str(self.folder / "model"),
+            "kv_transfer_config": transfer,
+            "tensor_parallel_size": self._tp_size,
+        }
         if kind == "pull":  # ExampleConnector does not support it, and both engines must have the same
             arguments["disable_hybrid_kv_cache_manager"] = True
         return Engine(Path(os.environ["VLLM_VENV"]) / "bin" / "python", self.folder, role, environment, arguments)
