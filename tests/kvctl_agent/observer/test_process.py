@@ -35,13 +35,18 @@ from tests.support.observed_workers import (
     Connect,
     Linked,
     at,
+    directory,
+    elsewhere,
     eventfd_value,
+    linked,
     observer,
     reachable,
     served,
 )
 from tests.support.observers import end_observer, observer_pid
 from tests.support.polling import until
+
+__all__ = ["directory", "elsewhere", "linked"]
 
 
 class Run:
