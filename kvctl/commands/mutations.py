@@ -13,6 +13,7 @@ from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault, FaultCode, metrics_only
 from kvctl.client.fleet import AgentAnswer, Fleet, Survey
+from kvctl.client.names import few_commas
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live, live_only, no_agent
 from kvctl.commands.settings import Settings
@@ -183,8 +184,7 @@ def permitted(agents: Sequence[AgentAnswer], call: Call, faults: list[Fault]) ->
 
 def named(agents: Sequence[AgentAnswer]) -> str:
     """Formats agent names for a question; of more than eight agents, names seven and counts the others."""
-    names = [agent.name for agent in agents]
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:7])} and {len(names) - 7} more"
+    return few_commas([agent.name for agent in agents], 8)
 
 
 def _result_lines(rows: Sequence[Row]) -> list[Block]:

@@ -23,6 +23,7 @@ from kvctl.commands.stdio import progress
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.health.answers import not_ready
+from kvctl.health.finding import counted
 from kvctl.health.halted_agents import halt
 from kvctl.render import units
 from kvctl_agent.contract.states import MAX_ROOM, STATE_LABELS, RoomState
@@ -107,14 +108,13 @@ class Ready:
         waiting = [(agent.name, data["waiting_for"], not_ready(data)) for agent, data in answers]
         missing += [f"{name}: {reason}" for name, _, reason in waiting if reason]
         if len(answers) < self._agents:
-            missing.insert(
-                0, f"{len(answers)} of {_agents(self._agents)} there" if answers else "no agent is there yet"
-            )
+            there = f"{len(answers)} of {counted(self._agents, 'agent')} there"
+            missing.insert(0, there if answers else "no agent is there yet")
         if missing:
             return Progress(missing=missing)
         # A decode rank is ready with one of its prefill instances.
         others = [f"{name} waits: {reason}" for name, reason, _ in waiting if reason]
-        return Progress(_few([f"{_agents(len(answers))} ready", *others]))
+        return Progress(_few([f"{counted(len(answers), 'agent')} ready", *others]))
 
 
 class Drained:
@@ -150,10 +150,11 @@ class Drained:
             # Finished rooms are listed until their engine has polled them for the last time.
             active = sum(count for state, count in data["rooms"].items() if state not in {"Success", "Failed"})
             if active:
-                missing.append(f"{agent.name}: {active} room{'s' * (active != 1)} active")
+                missing.append(f"{agent.name}: {counted(active, 'room')} active")
         if missing or silent:
             return Progress(missing=[*missing, *silent])
-        return Progress(f"{_agents(len(answered))} drained" + (f", {_agents(len(ended))} ended" if ended else ""))
+        also = f", {counted(len(ended), 'agent')} ended" if ended else ""
+        return Progress(f"{counted(len(answered), 'agent')} drained{also}")
 
 
 class RoomReached:
@@ -196,10 +197,6 @@ def _running(survey: Survey) -> list[tuple[AgentAnswer, Any]]:
 
 def _order(state: str) -> int:
     return STATE_LABELS.index(state)
-
-
-def _agents(number: int) -> str:
-    return f"{number} agent{'s' * (number != 1)}"
 
 
 @command(

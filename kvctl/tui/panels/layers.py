@@ -8,12 +8,10 @@ from typing import Any
 
 from textual.app import ComposeResult
 
-from kvctl.client.calls import Call
 from kvctl.render.layers import draw_waterfall, hidden_share
 from kvctl.render.report import Line
 from kvctl.render.view import Row
-from kvctl.tui.feed import Question
-from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.panels.panel import Panel, show
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import LAYERS_TABLE, TableQuery, listing
 from kvctl.tui.widgets import Picture, Table
@@ -60,14 +58,12 @@ class LayersPanel(Panel):
     """Waterfall of layer groups, and a table of the values; a filter applies to both."""
 
     DEFAULT_CSS = "LayersPanel #layers-waterfall { max-height: 60%; }"
+    COMMAND = "layers"
     MAIN_TABLE = "layers-table"
 
     def compose(self) -> ComposeResult:
         yield Picture(id="layers-waterfall")
         yield Table("layer groups", id="layers-table")
-
-    def question(self, store: Store) -> Question:
-        return Question("layers", (STATUS, Call("layers")))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         rows = store.rows("layers")

@@ -27,6 +27,8 @@ class Panel(Vertical):
     """
 
     DEFAULT_CSS = "Panel { height: 1fr; }"
+    COMMAND: ClassVar[str] = ""
+    """Command whose answers the panel shows beside those to status; panels that ask otherwise override `question`."""
     MAIN_TABLE: ClassVar[str] = ""
     """Id of the table to which filters and order apply; "" if there is none."""
 
@@ -39,7 +41,7 @@ class Panel(Vertical):
 
     def question(self, store: Store) -> Question:
         """Returns the calls that read this panel's data; limits on rows depend on the number of agents in the store."""
-        raise NotImplementedError
+        return Question(self.COMMAND, (STATUS, Call(self.COMMAND)))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         """Updates the panel with the current data of the store, filtered and sorted as in `query`."""

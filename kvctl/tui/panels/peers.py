@@ -10,13 +10,11 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.message import Message
 
-from kvctl.client.calls import Call
 from kvctl.client.names import natural_key
 from kvctl.render.peers import MATRIX, NO_LINK, pair_glyph, pair_legend, pairs
 from kvctl.render.report import Line, Span
 from kvctl.render.view import Row
-from kvctl.tui.feed import Question
-from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.panels.panel import Panel, show
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import PEERS_TABLE, TableQuery
 from kvctl.tui.widgets import Canvas, Table
@@ -140,6 +138,7 @@ class PeersPanel(Panel):
     """Matrix of pair states, and below it the table of peers as reported by each agent."""
 
     DEFAULT_CSS = "PeersPanel #peers-matrix { max-height: 60%; }"
+    COMMAND = "peers"
     MAIN_TABLE = "peers-table"
 
     class PairOpened(Message):
@@ -158,9 +157,6 @@ class PeersPanel(Panel):
     def compose(self) -> ComposeResult:
         yield PairGrid(id="peers-matrix")
         yield Table("peers", id="peers-table")
-
-    def question(self, store: Store) -> Question:
-        return Question("peers", (STATUS, Call("peers")))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         self._rows = store.rows("peers")

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 from textual.containers import Container
 
-from kvctl.client.calls import Call
 from kvctl.render.report import Line
 from kvctl.render.staging import allocation_legend, draw_ring
 from kvctl.render.view import Row
-from kvctl.tui.feed import Question
-from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.panels.panel import Panel, show
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import ALLOCATIONS_TABLE, GATED_TABLE, STAGING_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
@@ -30,6 +28,7 @@ class StagingPanel(Panel):
     StagingPanel #staging-below { height: 1fr; layout: vertical; }
     StagingPanel #staging-below.wide { layout: horizontal; }
     """
+    COMMAND = "staging"
     MAIN_TABLE = "staging-table"
 
     def compose(self) -> ComposeResult:
@@ -38,9 +37,6 @@ class StagingPanel(Panel):
         with Container(id="staging-below"):
             yield Table("allocations", id="staging-allocations")
             yield Table("gated parts", id="staging-gated")
-
-    def question(self, store: Store) -> Question:
-        return Question("staging", (STATUS, Call("staging")))
 
     def size_changed(self, width: int, height: int) -> None:
         self.query_one("#staging-below").set_class(width >= _WIDE, "wide")
