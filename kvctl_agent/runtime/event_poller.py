@@ -151,10 +151,11 @@ class EventPoller:
         """
         over = sender.state.finished
         while not over:
-            pending = queue[0].pending
+            pending, make = queue[0]
             try:
                 if pending is not None and not _done(pending, incomplete):
                     return
+                event = make(time.monotonic_ns())
             except Exception as error:  # a failed kernel or a bug fails this room, but does not end the loop
                 text = str(error) if isinstance(error, KvctlError) else f"{type(error).__name__}: {error}"
                 with self._lock:
@@ -164,7 +165,8 @@ class EventPoller:
             with self._lock:
                 if self._deferred.get(sender) is not queue:  # closing, or the engine has recalled the pages
                     return
-                over = not sender.post_unless_over(queue.popleft().make(time.monotonic_ns()))
+                queue.popleft()
+                over = not sender.post_unless_over(event)
                 self._active_s = time.monotonic()
                 if not queue:
                     del self._deferred[sender]

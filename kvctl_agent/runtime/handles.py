@@ -33,6 +33,7 @@ from kvctl_agent.telemetry.engine_calls import ABORT, FINISH, LAYERS, PAGES, PRE
 from kvctl_agent.telemetry.region import RegionWriter
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
+_NO_PAGES = np.empty(0, np.int32)
 _LONGEST_WAIT_S = 1e9
 
 
@@ -353,7 +354,9 @@ class Send(Handle):
 
         Args:
             indices: page indices in this rank's pool (sequence, array or CPU tensor of integers), in prompt order from
-                position 0 on; pages that the decode side has cached are skipped.
+                position 0 on; pages that the decode side has cached are skipped. For an engine that has the numbers on
+                the device and copies them to the host before `event`: a function without arguments that returns them.
+                It is called once on the agent's thread, when `event` is done.
             last: these are the last pages of the prompt.
             event: if the pool is on a device: event recorded after the forward on its stream (`torch.cuda.Event`, an
                 object with `cuda_event`, or a handle). Record it again only after the room has ended, or for a later
@@ -414,11 +417,15 @@ class Send(Handle):
     ) -> bool:
         """Posts computed pages of the layers in `group`, or of all layers if it is None; returns `last`."""
         last = check_flag(f"room {self.room}: last", last)
-        pages = self._bounds.pages(self.room, indices)
+        later = callable(indices)
+        pages = _NO_PAGES if later else self._bounds.pages(self.room, indices)
         groups = self._bounds.groups(self.room, group_pages, absent=-1)
+        if later and event is None:
+            raise LocalProtocolError(f"room {self.room}: page indices that are not known yet need event=")
 
         def sent(at_ns: int, *, launched: bool = False) -> ev.SendPages:
-            return ev.SendPages(self.room, pages, last, at_ns, group, launched, groups)
+            known = self._bounds.pages(self.room, indices()) if later else pages
+            return ev.SendPages(self.room, known, last, at_ns, group, launched, groups)
 
         if event is None:
             self._post_in_order(sent)

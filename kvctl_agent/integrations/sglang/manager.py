@@ -50,6 +50,7 @@ class KvctlKVManager(CommonKVManager):
 
     Attributes:
         agent: the rank's agent.
+        on_gpu: whether the rank's pool is in the memory of a GPU.
     """
 
     supports_role_switch = True
@@ -119,6 +120,7 @@ class KvctlKVManager(CommonKVManager):
     def _geometry(self) -> tuple[KVPool, list[ModelShape]]:
         """Returns the rank's pool, and the shape of each pipeline stage; none if there is one stage."""
         pool, self._components = pools.pool_of(self.kv_args, self.attn_tp_size, mla=bool(self.is_mla_backend))
+        self.on_gpu = pool.device is not None
         if self.pp_size == 1:
             return pool, []
         shapes = dict(self._gather((self.pp_rank, pool.shape())))

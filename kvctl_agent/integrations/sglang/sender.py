@@ -25,7 +25,7 @@ class KvctlKVSender(CommonKVSender):
     _listed = True  # whether the entries of the room in SGLang's tables are those of this request
     _refusal: str | None = None  # why the request failed without an entry there
     curr_idx: int  # pages sent so far, counted from the end of the decode side's prefix
-    _early_send_wait_event: Any  # device event of the next pages
+    _early_send_wait_event: Any  # device event of the next pages, which an earlier forward writes
     _transfer_start_time: float | None
 
     def __init__(
@@ -41,6 +41,11 @@ class KvctlKVSender(CommonKVSender):
         mgr.decline_misrouted(bootstrap_addr, bootstrap_room)
         mgr.check_room(bootstrap_room)
         self._begin()
+
+    @property
+    def supports_host_tensor_indices(self) -> bool:
+        """Whether SGLang passes page numbers of a GPU's pool before it has them, instead of waiting for the GPU."""
+        return self.kv_mgr.on_gpu
 
     def _begin(self) -> None:
         """Begins to send, unless the room has failed, such as one routed to the wrong dp rank, or must wait."""
@@ -68,8 +73,9 @@ class KvctlKVSender(CommonKVSender):
         """Sends the next pages of the prompt after the decode side's prefix; with the last ones aux row and state.
 
         Args:
-            kv_indices: pages of this rank, int32 in host memory.
+            kv_indices: pages of this rank, integers in host memory.
             state_indices: with the last pages, for each of SGLang's state components the items of this rank.
+            indices_event: event of the GPU after which `kv_indices` has its values; None if it has them.
         """
         handle = self._handle
         if handle is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
@@ -79,22 +85,24 @@ class KvctlKVSender(CommonKVSender):
             self.kv_mgr.fail(self.bootstrap_room, cause)
             handle.abort(cause)
 
-        attempt(lambda: self._send(handle, kv_indices, state_indices), fail, logger)
+        attempt(lambda: self._send(handle, kv_indices, state_indices, indices_event), fail, logger)
         self._record_transfer_indices(kv_indices, state_indices)
 
-    def _send(self, handle: Send, kv_indices: Any, state_indices: Any) -> None:
-        pages = np.asarray(kv_indices, np.int32)
-        if self.curr_idx == 0:
-            # SGLang counts pages from the end of the decode side's prefix, Send from the start of the prompt; the pages
-            # of the prefix are not read.
-            prefix = self.pop_decode_prefix_len() // self.kv_mgr.kv_args.page_size
-            pages = np.concatenate([np.zeros(prefix, np.int32), pages])
+    def _send(self, handle: Send, kv_indices: Any, state_indices: Any, indices_event: Any) -> None:
+        # SGLang counts pages from the end of the decode side's prefix, Send from the start of the prompt; the pages of
+        # the prefix are not read.
+        prefix = 0 if self.curr_idx else self.pop_decode_prefix_len() // self.kv_mgr.kv_args.page_size
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
         self.curr_idx += len(kv_indices)
         last = self.curr_idx == self.num_kv_indices
         event, self._early_send_wait_event = self._early_send_wait_event, None
-        handle.pages(pages, last=last, event=event)
+        if indices_event is None:
+            handle.pages(_after(prefix, kv_indices), last=last, event=event)
+        else:
+            if event is not None:
+                handle.pages((), event=event)
+            handle.pages(partial(_after, prefix, kv_indices), last=last, event=indices_event)
         if last:
             handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
 
@@ -119,3 +127,9 @@ class KvctlKVSender(CommonKVSender):
         self.kv_mgr.withdraw(self.bootstrap_room)
         if self._handle is not None:
             self._handle.abort(self._refusal)
+
+
+def _after(prefix: int, pages: Any) -> np.ndarray[Any, Any]:
+    """Returns page numbers as an array, after those of a prefix that is not read."""
+    numbers = np.asarray(pages, np.int32)
+    return np.concatenate([np.zeros(prefix, np.int32), numbers]) if prefix else numbers
