@@ -109,6 +109,14 @@ def qwen3(folder: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def deep(folder: Path) -> Path:
+    """As `model`, with layers enough to be sent in groups."""
+    path = folder / "deep"
+    write_checkpoint(path, layers=8)
+    return path
+
+
 class Undivided:
     """The server that does prefill and decode; it is asked once for each prompt."""
 
@@ -161,6 +169,8 @@ PREFILLS = {
     "overlap": ("--disaggregation-enable-kv-checksum",),
     "optimistic": ("--optimistic-prefill-attempts", "1", "--enable-pd-role-switch"),
     "switch": ("--enable-pd-role-switch", "--disaggregation-decode-enable-radix-cache"),
+    "layers": ("--chunked-prefill-size", str(CHUNK_TOKENS)),
+    "layers2": ("--chunked-prefill-size", str(CHUNK_TOKENS), "--tp-size", "2"),
 }
 DECODES = {
     "tp1": ("--disaggregation-decode-enable-radix-cache",),
@@ -183,6 +193,8 @@ FLEETS = {
     "overlap-overlap": (("overlap",), ("overlap",)),
     "optimistic-tp1": (("optimistic",), ("tp1",)),
     "switch-switch": (("switch",), ("switch",)),
+    "layers-tp1": (("layers",), ("tp1",)),
+    "layers2-overlap": (("layers2",), ("overlap",)),
 }
 
 
@@ -245,6 +257,7 @@ def servers(
     python: Path,
     model: Path,
     qwen3: Path,
+    deep: Path,
     folder: Path,
     undivided: Undivided,
     traces: Receiver,
@@ -260,12 +273,16 @@ def servers(
     if "overlap" in request.param:
         # SGLang orders a prefix that it sends early behind a CUDA event, which a CPU does not have.
         environment["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
+    with_layers = request.param.startswith("layers")
+    if with_layers:
+        environment |= {"KVCTL_PIPELINE": "on", "KVCTL_PIPELINE_GROUP_SIZE": "3"}
     with_attention = "attention" in request.param
     if with_attention:
         # Its seven processes poll on few cores, where SGLang gives up a bootstrap server that answers late twice.
         # Nobody is killed here.
         environment["SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE"] = "24"
-    fleet = Fleet(python, qwen3 if with_attention else model, at, flags, environment)
+    of_fleet = qwen3 if with_attention else deep if with_layers else model
+    fleet = Fleet(python, of_fleet, at, flags, environment)
     prefills, decodes = FLEETS[request.param]
     running = Servers(
         mode,
@@ -274,7 +291,7 @@ def servers(
         {size: fleet.prefill(f"prefill-{size}", backend, *PREFILLS[size]) for size in prefills},
         {size: fleet.decode(f"decode-{size}", backend, *DECODES[size]) for size in decodes},
         fleet.router("router"),
-        Undivided(fleet.server("alone")) if with_attention else None,
+        Undivided(fleet.server("alone")) if of_fleet is not model else None,
     )
     with fleet:
         yield running

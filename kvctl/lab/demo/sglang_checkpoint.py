@@ -39,7 +39,7 @@ CONFIG = {
 }
 
 
-def write_checkpoint(folder: Path, seed: int = 7, head_dim: int = HEAD_DIM) -> None:
+def write_checkpoint(folder: Path, seed: int = 7, head_dim: int = HEAD_DIM, layers: int = LAYERS) -> None:
     """Writes config.json and model.safetensors (3 MB) into a new folder; the same seed gives the same weights."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -51,7 +51,7 @@ def write_checkpoint(folder: Path, seed: int = 7, head_dim: int = HEAD_DIM) -> N
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": weight(VOCABULARY, HIDDEN),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         tensors |= {
             f"model.layers.{layer}.{name}.weight": tensor
             for name, tensor in {
@@ -67,5 +67,7 @@ def write_checkpoint(folder: Path, seed: int = 7, head_dim: int = HEAD_DIM) -> N
             }.items()
         }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "head_dim": head_dim}, indent=2))
+    (folder / "config.json").write_text(
+        json.dumps({**CONFIG, "head_dim": head_dim, "num_hidden_layers": layers}, indent=2)
+    )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

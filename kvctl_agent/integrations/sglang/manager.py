@@ -27,7 +27,7 @@ from kvctl_agent.contract.choices import ALL, RANK0
 from kvctl_agent.contract.sglang import mode
 from kvctl_agent.contract.values import shown
 from kvctl_agent.integrations.engine_agent import EngineAgent, attempt
-from kvctl_agent.integrations.sglang import pools, scheduler_turns, versions
+from kvctl_agent.integrations.sglang import layer_pipelining, pools, scheduler_turns, versions
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT
 from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes
 from kvctl_agent.integrations.sglang.unsupported import check_supported
@@ -167,6 +167,8 @@ class KvctlKVManager(CommonKVManager):
             cp_interleave=1,  # SGLang has a token on decode rank `token % dcp_size`
         ).start()
         scheduler_turns.watch(agent.note_turn)
+        if prefill:
+            layer_pipelining.install()
         return agent
 
     def _gather(self, own: tuple[int, Any]) -> list[tuple[int, Any]]:

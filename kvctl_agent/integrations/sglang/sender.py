@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,8 +21,15 @@ logger = logging.getLogger("kvctl")
 
 
 class KvctlKVSender(CommonKVSender):
-    """Sender of one room: a `Send` behind SGLang's interface."""
+    """Sender of one room: a `Send` behind SGLang's interface.
 
+    Attributes:
+        groups: layer groups in which forwards are passed; empty for none, None before the first forward.
+        passed: pages, counted from the end of the decode side's prefix, that were passed in layer groups.
+    """
+
+    groups: Sequence[range] | None = None
+    passed = 0
     _handle: Send | None = None
     _listed = True  # whether the entries of the room in SGLang's tables are those of this request
     _refusal: str | None = None  # why the request failed without an entry there
@@ -33,6 +42,7 @@ class KvctlKVSender(CommonKVSender):
     ) -> None:
         """Begins to send the room; decode ranks may open it before or after."""
         self._refusal = mgr.refusal(bootstrap_room)
+        self._kept: list[tuple[Any, Any, int]] = []  # allocator, token slots, and position in the prompt
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._prompt = announced_prompt()
         if self._refusal is not None:
@@ -45,7 +55,12 @@ class KvctlKVSender(CommonKVSender):
     @property
     def supports_host_tensor_indices(self) -> bool:
         """Whether SGLang passes page numbers of a GPU's pool before it has them, instead of waiting for the GPU."""
-        return self.kv_mgr.on_gpu
+        return bool(self.kv_mgr.on_gpu)
+
+    @property
+    def sends(self) -> bool:
+        """Whether the room has begun and has not ended."""
+        return self._handle is not None and self.conclude_state not in (KVPoll.Success, KVPoll.Failed)
 
     def _begin(self) -> None:
         """Begins to send, unless the room has failed, such as one routed to the wrong dp rank, or must wait."""
@@ -78,47 +93,103 @@ class KvctlKVSender(CommonKVSender):
             indices_event: event of the GPU after which `kv_indices` has its values; None if it has them.
         """
         handle = self._handle
-        if handle is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+        if handle is None or not self.sends:
             return
-
-        def fail(cause: str) -> None:
-            self.kv_mgr.fail(self.bootstrap_room, cause)
-            handle.abort(cause)
-
-        attempt(lambda: self._send(handle, kv_indices, state_indices, indices_event), fail, logger)
+        attempt(lambda: self._send(handle, kv_indices, state_indices, indices_event), self._fail, logger)
         self._record_transfer_indices(kv_indices, state_indices)
 
     def _send(self, handle: Send, kv_indices: Any, state_indices: Any, indices_event: Any) -> None:
-        # SGLang counts pages from the end of the decode side's prefix, Send from the start of the prompt; the pages of
-        # the prefix are not read.
-        prefix = 0 if self.curr_idx else self.pop_decode_prefix_len() // self.kv_mgr.kv_args.page_size
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
-        self.curr_idx += len(kv_indices)
+        start, self.curr_idx = self.curr_idx, self.curr_idx + len(kv_indices)
         last = self.curr_idx == self.num_kv_indices
         event, self._early_send_wait_event = self._early_send_wait_event, None
-        if indices_event is None:
-            handle.pages(_after(prefix, kv_indices), last=last, event=event)
-        else:
-            if event is not None:
-                handle.pages((), event=event)
-            handle.pages(partial(_after, prefix, kv_indices), last=last, event=indices_event)
+        if self.curr_idx > self.passed or not self.passed:
+            new = kv_indices[max(0, self.passed - start) :]
+            prefix = self._prefix_before(max(start, self.passed))
+            if indices_event is None:
+                handle.pages(_after(prefix, new), last=last, event=event)
+            else:
+                if event is not None:
+                    handle.pages((), event=event)
+                handle.pages(partial(_after, prefix, new), last=last, event=indices_event)
         if last:
             handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
 
+    def announce(self, groups: Sequence[range]) -> None:
+        """Sets the layer groups in which the room's forwards are passed, before the first one."""
+        self.groups = groups
+        if groups and self._handle is not None:
+            handle = self._handle
+            attempt(lambda: handle.prefetch(groups), self._fail, logger)
+
+    def pass_layers(self, group: range, start: int, pages: Any, last: bool, event: Any) -> None:
+        """Passes pages of one layer group, before `send` gets them.
+
+        Args:
+            start: number of the first page, counted from the end of the decode side's prefix.
+            pages: page numbers in host memory, valid once `event` is done.
+            last: these are the last pages of the prompt.
+            event: device event after the computation; None if the pool is in host memory.
+        """
+        handle = self._handle
+        if handle is None or not self.sends:
+            return
+        sent = max(0, self.curr_idx - start)  # SGLang has sent a prefix that it had cached
+        pages, prefix = pages[sent:], self._prefix_before(start + sent)
+        indices = _after(prefix, pages) if event is None else partial(_after, prefix, pages)
+        attempt(lambda: handle.layers(group, indices, last=last, event=event), self._fail, logger)
+
+    def _prefix_before(self, start: int) -> int:
+        """Returns the pages of the decode side's prefix, if the room's first pages are passed now.
+
+        SGLang counts pages from the end of the prefix, Send from the start of the prompt; the prefix is not read.
+        """
+        return 0 if start else self.pop_decode_prefix_len() // self.kv_mgr.kv_args.page_size
+
+    def _fail(self, cause: str) -> None:
+        self.kv_mgr.fail(self.bootstrap_room, cause)
+        if self._handle is not None:
+            self._handle.abort(cause)
+
+    @contextmanager
+    def keeping_freed(self, allocator: Any) -> Iterator[None]:
+        """Keeps pages that SGLang frees inside the context, which may still be read, until it has ended the request.
+
+        Every rank of a server frees them in the same turn of its scheduler, whose decisions depend on free pages.
+        """
+
+        def keep(free_index: Any, *, start_pos: int) -> None:
+            if len(free_index):
+                self._kept.append((allocator, free_index.clone(), start_pos))
+
+        allocator.free_segment = keep
+        try:
+            yield
+        finally:
+            del allocator.free_segment
+
+    def _free_kept(self) -> None:
+        while self._kept:
+            allocator, indices, start = self._kept.pop(0)
+            allocator.free_segment(indices, start_pos=start)
+
     def clear(self) -> None:
+        self._free_kept()
         if self._listed:
             self._listed = False
             self.kv_mgr.end(self.bootstrap_room, self._handle)
             super().clear()
 
     def failure_exception(self) -> None:
+        self._free_kept()
         if self._refusal is not None:
             raise KVTransferError(self.bootstrap_room, self._refusal)
         super().failure_exception()
 
     def abort(self) -> None:
         """Aborts the room on every rank, at the request of SGLang's client."""
+        self._free_kept()
         if not self._listed:
             return
         super().abort()

@@ -83,6 +83,23 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# What layer_pipelining hooks and calls beside these.
+PIPELINING_INTERFACES: Mapping[str, tuple[str, ...]] = {
+    "sglang.srt.managers.scheduler:Scheduler.run_batch": ("self", "batch", "pp_proxy_tensors"),
+    f"{_D}.prefill:SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill": ("self", "req"),
+    "sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator.free_segment": ("self", "free_index", "start_pos"),
+    "sglang.srt.layers.attention.base_attn_backend:AttentionBackend.forward": (
+        "self",
+        "q",
+        "k",
+        "v",
+        "layer",
+        "forward_batch",
+        "save_kv_cache",
+        "kwargs",
+    ),
+}
+
 # What the observer hooks, besides methods of one backend: it leaves out those that a backend lacks.
 OBSERVED_INTERFACES: Mapping[str, tuple[str, ...]] = {
     f"{_D}.common.conn:CommonKVManager.record_failure": ("self", "bootstrap_room", "failure_reason"),

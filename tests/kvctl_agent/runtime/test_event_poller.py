@@ -99,6 +99,32 @@ class TestOrder:
         assert (pages.pages.tolist(), pages.last, pages.layers, pages.launched) == ([1, 2], False, None, True)
         assert ended_ns <= pages.at_ns <= time.monotonic_ns()
 
+    def test_page_numbers_that_the_device_knows_are_read_once_the_event_is_done(
+        self, send: Send, posted: Posted, device: HostDevice
+    ) -> None:
+        event, numbers = device.engine_event(slow=NEVER), [0, 0]
+        send.pages(lambda: numbers, last=True, event=event)
+        send.finish()
+        numbers[:] = [3, 4]
+        end(event)
+        pages, _ = posted.wait(2)
+        assert (pages.pages.tolist(), pages.last) == ([3, 4], True)
+
+    @pytest.mark.parametrize("numbers", [[10_000], ["x"], None])
+    def test_bad_page_numbers_fail_the_room(
+        self, send: Send, posted: Posted, device: HostDevice, numbers: object
+    ) -> None:
+        event = device.engine_event(slow=NEVER)
+        send.layers(range(4), lambda: numbers, event=event)
+        end(event)
+        (failed,) = posted.wait(1)
+        assert isinstance(failed, ev.ForwardFailed)
+        assert "page" in failed.text
+
+    def test_page_numbers_that_nobody_knows_yet_need_an_event(self, send: Send) -> None:
+        with pytest.raises(LocalProtocolError, match="need event="):
+            send.pages(lambda: [1])
+
     def test_what_follows_waits_behind(self, send: Send, posted: Posted, device: HostDevice) -> None:
         first, third = (device.engine_event(slow=NEVER) for _ in range(2))
         send.pages([1], event=first)

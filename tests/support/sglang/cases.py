@@ -71,7 +71,8 @@ class Case:
     """Two servers and a backend.
 
     `pool_tokens` is the capacity of each rank's KV pool, unless `decode_pool_tokens` gives decode another; `rows` the
-    number of metadata rows. `environment` holds variables for all ranks; `prefill_environment` and `decode_environment`
+    number of metadata rows. With `layers_in_groups` prefill's forwards are passed in groups of that many layers.
+    `environment` holds variables for all ranks; `prefill_environment` and `decode_environment`
     add to it.
     """
 
@@ -84,6 +85,7 @@ class Case:
     decode_pool_tokens: int | None = None
     rows: int = 8
     staging: bool = False
+    layers_in_groups: int = 0
     chunked_prefill_size: int = 64
     load_balance_method: str = "follow_bootstrap_room"
     aux_sampling_mask: bool = False

@@ -260,9 +260,11 @@ class Pools:
         own = items % self.dcp == self.dcp_rank
         return items[own], rows[own] // self.dcp
 
-    def write(self, req: Any, start: int, end: int) -> None:
+    def write(self, req: Any, start: int, end: int, layer: int | None = None) -> None:
+        """Writes tokens [start, end) of a request, of one layer if it is given."""
         for region in self.regions:
-            region.write(req.bootstrap_room, *self.places_of(region, req, start, end))
+            if layer is None or region.name.strip("kv") == str(layer):
+                region.write(req.bootstrap_room, *self.places_of(region, req, start, end))
 
     def wrong(self, req: Any, prefix: int) -> tuple[str, ...]:
         """Regions that differ from what prefill wrote behind the prefix, or were written within it."""

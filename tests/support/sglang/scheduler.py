@@ -21,6 +21,26 @@ from tests.support.sglang.stand_ins import StandIn
 Say = Callable[..., None]
 
 
+class PagedTokenToKVPoolAllocator(Pools):
+    """The pools by the name of SGLang's class that they stand for."""
+
+
+class ChunkCache(StandIn):
+    """A cache by the name of SGLang's that has no prefixes."""
+
+
+class Backend:
+    """SGLang's attention backend, without attention."""
+
+    def __init__(self) -> None:
+        self.write: Callable[[int], None] = lambda layer: None
+
+    def forward(
+        self, q: None, k: None, v: None, layer: Any, forward_batch: None, save_kv_cache: bool = True, **kwargs: Any
+    ) -> None:
+        self.write(layer.layer_id)
+
+
 class Request:
     """The fields of SGLang's Req that its disaggregation code reads."""
 
@@ -50,7 +70,7 @@ class Request:
         self.return_logprob = self.return_sampling_mask = self.return_routed_experts = False
         self.lora_id = self.priority = self.extra_key = self.cache_salt = None
         self.arrival_processed_tokens = 0
-        self.start_send_idx = self.extend_end = self.disagg_decode_prefix_len = 0
+        self.start_send_idx = self.prefix_len = self.extend_end = self.disagg_decode_prefix_len = 0
         self.cache_request_handle: Any = StandIn()
         self.disagg_kv_sender: Any = None
         self.cached_tokens = self.cached_tokens_device = self.cached_tokens_host = self.cached_tokens_storage = 0
@@ -108,7 +128,7 @@ class _Scheduler:
         self.deadline_s, self.say = deadline_s, say
         case: Case = self.case
         role: Role = runtime.role
-        self.pools = Pools(case, role, runtime.place, runtime.device)
+        self.pools = PagedTokenToKVPoolAllocator(case, role, runtime.place, runtime.device)
         self.backend = TransferBackend(case.backend)
         self.disagg_metadata_buffers = MetadataBuffers(case.rows, case.model.hidden, torch.bfloat16, 8)
         self.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(case.rows)
@@ -132,7 +152,9 @@ class _Scheduler:
         self.tp_worker = SimpleNamespace(
             is_hybrid_swa=False,
             model_runner=SimpleNamespace(
-                effective_logical_max_total_num_tokens=self.pools.size, kv_cache_dtype_str="bfloat16"
+                effective_logical_max_total_num_tokens=self.pools.size,
+                kv_cache_dtype_str="bfloat16",
+                attn_backend=Backend(),
             ),
         )
         self.sliding_window_size = case.model.window
@@ -142,14 +164,14 @@ class _Scheduler:
         self.waiting_queue: list[Any] = []
         self.running_batch = SimpleNamespace(reqs=[])
         self.last_batch = None
-        self.tree_cache: Any = StandIn()
+        self.tree_cache: Any = ChunkCache()
         self.output_streamer: Any = StandIn()
         self.metrics_reporter = SimpleNamespace(
             enable_metrics=False, kv_transfer_latency_ms=0, kv_transfer_speed_gb_s=0
         )
         self.batch_result_processor: Any = StandIn()
         self.scheduler_stage_metrics = None
-        self.spec_algorithm = SimpleNamespace(is_none=lambda: False)
+        self.spec_algorithm = SimpleNamespace(is_none=lambda: role == "prefill" and case.layers_in_groups > 0)
         self.enable_overlap = self.enable_hisparse = self.enable_lora = self.enable_decode_hicache = False
         self.enable_priority_scheduling = False
         self.enable_staging = case.staging
@@ -282,8 +304,11 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
             if room.held and req.sent == len(ends) - 1:
                 return
             start, req.extend_end = req.extend_end, ends[req.sent]
+            req.prefix_len = start
             if self.enable_staging:
                 self.maybe_prefetch_staging_for_batch(SimpleNamespace(reqs=[req]))
+            if self.case.layers_in_groups:
+                self.forward_in_groups(req, start)
             if room.content:
                 self.pools.write(req, start, req.extend_end)
                 if runtime.device != "cpu":
@@ -302,6 +327,23 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
             self.say("chunk", req.bootstrap_room)
             if room.abort_prefill == "chunk":
                 self.abort_waiting(req)
+
+        def forward_in_groups(self, req: Request, start: int) -> None:
+            """Writes the KV layer by layer, as the plugin's hooks on SGLang's scheduler and attention see it."""
+            from kvctl_agent.integrations.sglang.layer_pipelining import forward_of
+
+            backend = self.tp_worker.model_runner.attn_backend
+            backend.write = lambda layer: self.pools.write(req, start, req.extend_end, layer)
+            batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), reqs=[req])
+            forward = forward_of(self, batch)
+            if forward is None:  # decode has these pages
+                assert req.disagg_kv_sender.groups, "no layer groups"
+                return
+            with forward.watched():
+                for layer in self.pools.layers:
+                    backend.forward(None, None, None, SimpleNamespace(layer_id=layer), None)
+            forward.end(None)
+            assert req.disagg_kv_sender.passed, "nothing was passed in groups"
 
         def abort_waiting(self, req: Request) -> None:
             """The client's abort of a request that waits for its next forward."""

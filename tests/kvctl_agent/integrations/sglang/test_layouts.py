@@ -29,6 +29,18 @@ def kvctl(prefill: Ranks = TP1, decode: Ranks = TP1, model: Model = HEADS_8, **m
     return Case("kvctl", prefill, decode, model, **more)
 
 
+def in_groups(prefill: Ranks = TP1, decode: Ranks = TP1, model: Model | None = None, **more: object) -> Case:
+    """A case in which prefill's forwards are passed in groups of two layers."""
+    return kvctl(
+        prefill,
+        decode,
+        model or Model(layers=5),
+        layers_in_groups=2,
+        prefill_environment={"KVCTL_PIPELINE": "on", "KVCTL_PIPELINE_GROUP_SIZE": "2"},
+        **more,
+    )
+
+
 CASES = {
     "tp1": kvctl(aux_sampling_mask=True),
     "page 1": kvctl(page_size=1, pool_tokens=512),
@@ -50,6 +62,12 @@ CASES = {
         kvctl(Ranks(tp=2), Ranks(tp=2, dcp=2), Model(mla=True, layers=2), environment={"KVCTL_SGLANG": "replace"}),
         backend="nixl",
     ),
+    "tp1, layer groups": in_groups(),
+    "page 1, layer groups": in_groups(page_size=1, pool_tokens=512),
+    "tp2-tp1, layer groups": in_groups(Ranks(tp=2)),
+    "mla tp1-tp2, layer groups": in_groups(decode=Ranks(tp=2), model=Model(layers=5, mla=True)),
+    "pp2-pp1, layer groups": in_groups(Ranks(pp=2), model=Model(layers=10)),
+    "mamba, layer groups": in_groups(model=Model(layers=10, state="mamba")),
     "dsa": kvctl(model=Model(state="dsa", layers=2), page_size=64),
     "pp2-pp1 mamba": kvctl(Ranks(pp=2), model=Model(state="mamba")),
     "pp2-pp2": kvctl(Ranks(pp=2), Ranks(pp=2)),

@@ -1,0 +1,245 @@
+"""Sends the KV of a forward in layer groups while SGLang computes later layers (the setting `pipeline`).
+
+SGLang has no interface for that. Before a forward, the groups of each request are announced to its sender. During it,
+the attention backend's `forward` tells which layer begins: layers before it have written their KV, or will have when an
+event that is recorded then is done. The decoder layers' own methods tell nothing, because SGLang's default graphs of
+the prefill replace them. What the backend has not told is passed after the forward, by `run_batch` or by the sender.
+
+SGLang frees a request's own pages when it finds the same tokens in its cache, where another request has put them
+meanwhile. They may still be read then; so they are freed only once SGLang has ended the request.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvctl_agent import ForwardInfo
+from kvctl_agent.integrations.engine_agent import attempt
+from kvctl_agent.integrations.sglang import versions
+from kvctl_agent.integrations.sglang.sender import KvctlKVSender
+
+logger = logging.getLogger("kvctl")
+
+# Caches and allocators whose pages are freed by `free_segment` of the allocator and by nothing else.
+_ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
+_CACHES = frozenset({"RadixCache", "UnifiedRadixCache", "ChunkCache"})
+# Options with which layers are computed twice, or two batches in turns.
+_OPTIONS = ("enable_two_batch_overlap", "enable_single_batch_overlap", "enable_pdmux", "elastic_ep_backend")
+
+
+def install() -> None:
+    """Puts the hooks on SGLang's scheduler, once in a process; they do nothing while `pipeline` is off."""
+    # The scheduler's module has been imported in a process that has a scheduler; importing it takes seconds.
+    module = sys.modules.get("sglang.srt.managers.scheduler")
+    if module is None or "_kvctl_pipelining" in vars(module.Scheduler):
+        return
+    if (difference := versions.mismatch(versions.PIPELINING_INTERFACES)) is not None:
+        logger.error("kvctl: layers cannot be pipelined: %s", difference)
+        return
+    scheduler = module.Scheduler
+    scheduler._kvctl_pipelining = True
+    run_batch, checkpoint = scheduler.run_batch, scheduler.checkpoint_disagg_prefill
+
+    @functools.wraps(run_batch)
+    def pipelined(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        forward = attempt(lambda: forward_of(scheduler, batch), _log, logger)
+        if forward is None:
+            return run_batch(scheduler, batch, *args, **kwargs)
+        with forward.watched():
+            result = run_batch(scheduler, batch, *args, **kwargs)
+        forward.end(scheduler.forward_stream if scheduler.enable_overlap else None)
+        return result
+
+    @functools.wraps(checkpoint)
+    def checkpointed(scheduler: Any, req: Any) -> Any:
+        sender = req.disagg_kv_sender
+        if not isinstance(sender, KvctlKVSender) or not sender.passed:
+            return checkpoint(scheduler, req)
+        with sender.keeping_freed(scheduler.token_to_kv_pool_allocator):
+            return checkpoint(scheduler, req)
+
+    scheduler.run_batch, scheduler.checkpoint_disagg_prefill = pipelined, checkpointed
+
+
+def forward_of(scheduler: Any, batch: Any) -> Forward | None:
+    """Announces the layer groups of a batch's requests; returns the forward, or None if no request has groups."""
+    if not batch.forward_mode.is_extend():
+        return None
+    requests = [req for req in batch.reqs if not req.pending_bootstrap and _sends(req.disagg_kv_sender)]
+    if not requests:
+        return None
+    fresh = [req for req in requests if req.disagg_kv_sender.groups is None]
+    agent = requests[0].disagg_kv_sender.kv_mgr.agent
+    if fresh:
+        grouping = agent.layer_groups(
+            ForwardInfo(
+                tokens=tuple(max(0, len(req.origin_input_ids) - req.prefix_len) for req in fresh),
+                draft=not scheduler.spec_algorithm.is_none(),
+                split_forward=_can_split(scheduler),
+            )
+        )
+        for req in fresh:
+            req.disagg_kv_sender.announce(grouping.groups)
+    shares = [share for req in requests if (share := _share_of(scheduler, req)) is not None]
+    if not shares:
+        return None
+    pages = _on_host([share.pages for share in shares])
+    offset = 0
+    for share in shares:
+        count = len(share.pages)
+        share.pages = pages[offset : offset + count]
+        offset += count
+    return Forward(scheduler.tp_worker.model_runner.attn_backend, shares)
+
+
+class _Share:
+    """Pages of one request that a forward completes.
+
+    Attributes:
+        pages: their numbers; on a GPU they are valid once the forward has begun there.
+        groups: layer groups that have not been passed yet, ascending.
+    """
+
+    def __init__(self, sender: KvctlKVSender, start: int, pages: Any, last: bool) -> None:
+        self.sender = sender
+        self.pages = pages
+        self.groups = list(sender.groups or ())
+        self._start = start
+        self._last = last
+
+    def pass_until(self, layer: int, event: Any) -> None:
+        """Passes the groups that end at `layer` or before."""
+        while self.groups and self.groups[0].stop <= layer:
+            self.sender.pass_layers(self.groups.pop(0), self._start, self.pages, self._last, event)
+
+    def end(self) -> None:
+        self.sender.passed = self._start + len(self.pages)
+
+
+class Forward:
+    """One forward whose layers are passed in groups.
+
+    Args:
+        backend: SGLang's attention backend, whose `forward` computes the attention of one layer.
+        shares: requests of the batch; at least one.
+    """
+
+    def __init__(self, backend: Any, shares: Sequence[_Share]) -> None:
+        self._backend = backend
+        self._shares = shares
+        first, self._end = shares[0].groups[0].start, shares[0].groups[-1].stop
+        # SGLang numbers all layers of the model, the agent those with KV.
+        ids = shares[0].sender.kv_mgr.kv_args.kv_layer_ids or range(first, self._end)
+        self._numbers = dict(zip(ids, range(first, self._end), strict=False))
+        self._next = first  # the layer that begins next
+        self._edges = sorted({group.stop for share in shares for group in share.groups}, reverse=True)
+
+    def watched(self) -> _Watched:
+        """Returns a context in which the attention backend tells which layer begins."""
+        return _Watched(self._backend, self)
+
+    def begins(self, layer_id: int) -> None:
+        """Passes the groups that are complete when a layer begins. Layers out of order tell nothing."""
+        layer = self._numbers.get(layer_id)
+        if layer == self._next:
+            self._next = layer + 1
+            if self._edges and layer >= self._edges[-1]:
+                self._pass_until(layer, None)
+
+    def has_written(self, layer_id: int) -> None:
+        """Passes all groups once the last layer has written its KV."""
+        if self._edges and self._next == self._end and self._numbers.get(layer_id) == self._end - 1:
+            self._pass_until(self._end, None)
+
+    def end(self, stream: Any) -> None:
+        """Passes what is left after the forward, which runs on `stream`; None: on the current one."""
+        if self._edges:
+            self._pass_until(self._end, stream)
+        for share in self._shares:
+            share.end()
+
+    def _pass_until(self, layer: int, stream: Any) -> None:
+        event = None
+        if self._shares[0].sender.kv_mgr.on_gpu:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream or torch.cuda.current_stream())
+        while self._edges and self._edges[-1] <= layer:
+            self._edges.pop()
+        for share in self._shares:
+            share.pass_until(layer, event)
+
+
+class _Watched:
+    """Puts a wrapper around `forward` of an attention backend, and takes it off again."""
+
+    def __init__(self, backend: Any, forward: Forward) -> None:
+        self._backend = backend
+        self._forward = forward
+
+    def __enter__(self) -> None:
+        compute, forward = self._backend.forward, self._forward
+
+        @functools.wraps(compute)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            layer = kwargs["layer"] if "layer" in kwargs else args[3]
+            forward.begins(layer.layer_id)
+            result = compute(*args, **kwargs)
+            if kwargs.get("save_kv_cache", args[5] if len(args) > 5 else True):
+                forward.has_written(layer.layer_id)
+            return result
+
+        self._backend.forward = watched
+
+    def __exit__(self, *_: object) -> None:
+        del self._backend.forward
+
+
+def _sends(sender: Any) -> bool:
+    return isinstance(sender, KvctlKVSender) and sender.sends
+
+
+def _share_of(scheduler: Any, req: Any) -> _Share | None:
+    """Returns the pages of a request that are not passed yet and that the next forward completes; None without any."""
+    sender, page_size = req.disagg_kv_sender, scheduler.token_to_kv_pool_allocator.page_size
+    if not sender.groups:
+        return None
+    start, end = max(sender.passed, sender.curr_idx), req.extend_end
+    last = end >= len(req.origin_input_ids)
+    first = req.disagg_decode_prefix_len + start * page_size
+    end = min(end, len(req.origin_input_ids)) if last else end - end % page_size
+    if first >= end:
+        return None
+    slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:end:page_size]
+    return _Share(sender, start, slots // page_size, last)
+
+
+def _on_host(pages: Sequence[Any]) -> Any:
+    """Returns page numbers in host memory, one after another; those of a GPU are copied when its stream comes to it."""
+    numbers = torch.cat(list(pages)).to(torch.int32)
+    if not numbers.is_cuda:
+        return numbers.numpy()
+    host = torch.empty(numbers.shape, dtype=torch.int32, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    return host
+
+
+@functools.cache
+def _can_split(scheduler: Any) -> bool:
+    """Returns whether the layers of this server's forwards can be told apart; the log says once why they cannot."""
+    allocator, cache = type(scheduler.token_to_kv_pool_allocator).__name__, type(scheduler.tree_cache).__name__
+    obstacles = [option for option in _OPTIONS if getattr(scheduler.server_args, option, None)]
+    obstacles += [allocator] if allocator not in _ALLOCATORS else []
+    obstacles += [cache] if cache not in _CACHES else []
+    if obstacles:
+        logger.warning("kvctl: layers are not pipelined on this server because of %s", ", ".join(obstacles))
+    return not obstacles
+
+
+def _log(cause: str) -> None:
+    logger.error("kvctl: the layers of a forward are not pipelined: %s", cause)

@@ -1,0 +1,91 @@
+"""Layer groups that are sent while SGLang computes later layers: the tokens are those of the undivided server."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from kvctl.lab.demo.sglang_servers import Prefill, Process, ServerError, Tokens, post, together
+from tests.sglang_servers.conftest import CHUNK_TOKENS, Servers, Undivided
+from tests.sglang_servers.test_kvctl import rows
+from tests.sglang_servers.test_tokens import prompt
+
+# Several chunks, pages that are not full, and the ends of both.
+LENGTHS = (1, 16, 17, 64, 65, 100, 333)
+FLEETS = ["layers-tp1", "layers2-overlap"]
+pytestmark = [
+    pytest.mark.modes("kvctl", reason="SGLang's own backends send a chunk when all of its layers are computed"),
+    pytest.mark.parametrize("servers", FLEETS, indirect=True, scope="session"),
+]
+
+
+@pytest.fixture
+def pair(servers: Servers) -> tuple[Prefill, Process]:
+    return next(iter(servers.prefills.values())), next(iter(servers.decodes.values()))
+
+
+@pytest.fixture
+def alone(servers: Servers) -> Undivided:
+    assert servers.alone is not None
+    return servers.alone
+
+
+def check(pair: tuple[Prefill, Process], alone: Undivided, prompts: Sequence[Tokens], threads: int = 8) -> None:
+    prefill, decode = pair
+    answers = together([partial(prefill.generate, decode, each) for each in prompts], threads)
+    for each, (first, all_) in zip(prompts, answers, strict=True):
+        assert all_.tokens == alone.tokens(each), len(each)
+        assert first.tokens == all_.tokens[:1]
+
+
+def groups_sent(servers: Servers, *room: str) -> set[tuple[int, int]]:
+    """Returns the layer groups of the parts that prefill ranks have sent."""
+    return {(row["lo"], row["hi"]) for row in rows(servers, "layers", *room) if row["role"] == "prefill"}
+
+
+def test_tokens(pair: tuple[Prefill, Process], alone: Undivided) -> None:
+    check(pair, alone, [prompt(length, seed) for length in LENGTHS for seed in (71, 72)])
+
+
+def test_parts_are_of_layer_groups(servers: Servers, pair: tuple[Prefill, Process]) -> None:
+    prefill, decode = pair
+    message = prefill.request(prompt(333, seed=73), 4)
+    prefill.send(decode, message)
+    assert groups_sent(servers, "--room", str(message["bootstrap_room"])) == {(0, 3), (3, 6), (6, 8)}
+
+
+def test_prefixes_in_both_caches(pair: tuple[Prefill, Process], alone: Undivided) -> None:
+    shared = prompt(200, seed=74)
+    for suffix in (prompt(20, seed=75), prompt(90, seed=76), prompt(90, seed=76), prompt(3 * CHUNK_TOKENS, seed=77)):
+        check(pair, alone, [shared + suffix])
+
+
+def test_identical_prompts_at_once(pair: tuple[Prefill, Process], alone: Undivided) -> None:
+    """SGLang frees the pages of all but one of them while they are sent, and gives them to other requests."""
+    for seed in range(80, 86):
+        same, others = prompt(300, seed=seed), [prompt(260, seed=each) for each in range(10 * seed, 10 * seed + 4)]
+        check(pair, alone, [same, same, others[0], same, others[1], same, others[2], others[3]], threads=8)
+
+
+def test_aborts_while_layers_are_sent(pair: tuple[Prefill, Process], alone: Undivided) -> None:
+    """A request that is aborted fails on both servers, and nothing is left of it."""
+    prefill, decode = pair
+    for number in range(8):
+        message = prefill.request(prompt(5 * CHUNK_TOKENS + 7, seed=90 + number), 16) | {"rid": f"aborted-{number}"}
+
+        def send(message: dict[str, object] = message) -> None:
+            with contextlib.suppress(ServerError):  # how SGLang tells an abort
+                prefill.send(decode, message)
+
+        client = threading.Thread(target=send)
+        client.start()
+        time.sleep(0.04 * number)
+        for server in (prefill.process, decode):
+            post(f"{server.url}/abort_request", {"rid": f"aborted-{number}"})
+        client.join()
+    check(pair, alone, [prompt(length, seed=99) for length in LENGTHS])
