@@ -97,7 +97,11 @@ class Model(NamedTuple):
         (folder / "config.json").write_text(json.dumps(config))
 
 
-TINY = Model(4, 128, 8, 4, 16, 256, 512)
+MODELS = {
+    "small": Model(),
+    "8b": Model(32, 4096, 32, 8, 128, 14336),  # the shape of Llama 3.1 8B, 128 KiB a token
+    "tiny": Model(8, 128, 8, 4, 16, 256, 512),  # for CPUs
+}
 
 
 class Load(NamedTuple):
@@ -220,12 +224,13 @@ def add_options(parser: argparse.ArgumentParser, sides: str, loads: str) -> None
     parser.add_argument("--loads", default=loads, help="PROMPT:CONCURRENCY, separated by blanks")
     parser.add_argument("--prefill", default="", help="flags of prefill servers, as in '--base-gpu-id 0 --tp-size 2'")
     parser.add_argument("--decode", default="", help="flags of decode servers, and of an undivided one")
-    parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU")
+    parser.add_argument("--model", choices=[*MODELS], help="default: small, tiny with --cpu")
+    parser.add_argument("--cpu", action="store_true", help="servers without a GPU")
 
 
 def pairs_of(options: argparse.Namespace) -> Sequence[Pair]:
     """Writes the model to the new folder and returns the pairs of all sides."""
     options.folder.mkdir(parents=True)
-    model = TINY if options.cpu else Model()
+    model = MODELS[options.model or ("tiny" if options.cpu else "small")]
     model.write(options.folder / "model")
     return [Pair(side, options, model.vocabulary) for side in options.sides.split(",")]
