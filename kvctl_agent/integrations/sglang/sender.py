@@ -53,11 +53,6 @@ class KvctlKVSender(CommonKVSender):
         self._begin()
 
     @property
-    def supports_host_tensor_indices(self) -> bool:
-        """Whether SGLang passes page numbers of a GPU's pool before it has them, instead of waiting for the GPU."""
-        return bool(self.kv_mgr.on_gpu)
-
-    @property
     def sends(self) -> bool:
         """Whether the room has begun and has not ended."""
         return self._handle is not None and self.conclude_state not in (KVPoll.Success, KVPoll.Failed)
@@ -90,29 +85,23 @@ class KvctlKVSender(CommonKVSender):
         Args:
             kv_indices: pages of this rank, integers in host memory.
             state_indices: with the last pages, for each of SGLang's state components the items of this rank.
-            indices_event: event of the GPU after which `kv_indices` has its values; None if it has them.
+            indices_event: None: SGLang passes another value to senders alone that say so.
         """
         handle = self._handle
         if handle is None or not self.sends:
             return
-        attempt(lambda: self._send(handle, kv_indices, state_indices, indices_event), self._fail, logger)
+        attempt(lambda: self._send(handle, kv_indices, state_indices), self._fail, logger)
         self._record_transfer_indices(kv_indices, state_indices)
 
-    def _send(self, handle: Send, kv_indices: Any, state_indices: Any, indices_event: Any) -> None:
+    def _send(self, handle: Send, kv_indices: Any, state_indices: Any) -> None:
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(kv_indices)
         last = self.curr_idx == self.num_kv_indices
         event, self._early_send_wait_event = self._early_send_wait_event, None
         if self.curr_idx > self.passed or not self.passed:
-            new = kv_indices[max(0, self.passed - start) :]
-            prefix = self._prefix_before(max(start, self.passed))
-            if indices_event is None:
-                handle.pages(_after(prefix, new), last=last, event=event)
-            else:
-                if event is not None:
-                    handle.pages((), event=event)
-                handle.pages(partial(_after, prefix, new), last=last, event=indices_event)
+            pages = _after(self._prefix_before(max(start, self.passed)), kv_indices[max(0, self.passed - start) :])
+            handle.pages(pages, last=last, event=event)
         if last:
             handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
 
