@@ -102,7 +102,7 @@ class Grouping:
 
     Attributes:
         groups: Global layer ids of each group, ascending; together all layers of the rank. Empty if the layers are not
-            grouped.
+            grouped; in mode auto one group, so that the times of undivided forwards are measured.
         reason: Why the layers are or are not grouped: a key of `contract.choices.REASONS`.
     """
 
@@ -110,8 +110,8 @@ class Grouping:
     reason: str
 
 
-ChooseGroupCount = Callable[[float, int, int], int]
-"""(average tokens, layers, number of groups by the formula) -> number of groups, for mode auto."""
+ChooseGroupCount = Callable[[float, int], int]
+"""(average tokens, layers) -> number of groups, for mode auto."""
 
 
 def group_layers(
@@ -144,8 +144,10 @@ def group_layers(
     if options.group_size is not None:
         size, reason = options.group_size, "override"
     elif options.mode == "auto" and choose is not None:
-        count = choose(forward.average_tokens, num_layers, formula_groups(forward.average_tokens, num_layers, options))
-        size, reason = -(-num_layers // max(1, count)), "measured"
+        count = choose(forward.average_tokens, num_layers)
+        if count <= 1:  # one group, whose times are measured
+            return Grouping((range(first_layer, first_layer + num_layers),), "one-group")
+        size, reason = -(-num_layers // count), "measured"
     else:
         size, reason = formula_size(forward.average_tokens, num_layers, options), "formula"
     if size >= num_layers:
@@ -166,11 +168,6 @@ def formula_size(average_tokens: float, num_layers: int, options: GroupingOption
     iters = options.max_iters - fraction * (options.max_iters - options.min_iters)
     iters = min(float(options.max_iters), max(float(options.min_iters), iters))
     return max(1, num_layers // int(iters))
-
-
-def formula_groups(average_tokens: float, num_layers: int, options: GroupingOptions) -> int:
-    """Returns the number of groups of `formula_size` layers that `num_layers` layers result in."""
-    return -(-num_layers // formula_size(average_tokens, num_layers, options))
 
 
 def _obstacle(num_layers: int, forward: ForwardInfo, options: GroupingOptions) -> str | None:

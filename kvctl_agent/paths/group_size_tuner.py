@@ -5,9 +5,10 @@ groups, the two stages overlap like two machines in a flow shop:
 
     total(N) = C + max(T/N, C/N + T - C),   where T and C grow a little with every group
 
-The model only proposes values of N to try. The tuner uses the N with the lowest measured time, and the formula's N
-until another N was measured to be faster. A bounded share of forwards is used for trials, so a wrong model loses the
-possible gain but is not slower than the formula.
+The model only proposes values of N to try. The tuner uses the N with the lowest measured time, and does not divide
+forwards (N = 1) until another N was measured to be faster: where the transfer takes next to nothing, as over NVLink,
+groups only cost the engine time. A bounded share of forwards is used for trials, so a wrong model loses the possible
+gain but is not slower than undivided forwards.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ _ENOUGH = 3  # number of forwards with an N after which the mean of that N is us
 _MEMORY = 16  # number of recent forwards in the mean of an N
 _LINE_MEMORY = 128  # number of recent forwards to which the model is fitted
 _STALE = 512  # number of forwards of a size class without an N after which the mean of that N is dropped
-_HEAD_START, _SHARE = 4, 16  # allowed trials: _HEAD_START, plus one per _SHARE forwards
+_HEAD_START, _SHARE = 8, 16  # allowed trials: _HEAD_START, plus one per _SHARE forwards
 _TURN = 3  # a trial takes place in one of _TURN forwards at random, so that not all ranks try at once
 _OUTLIER = 3.0  # standard deviations above the mean at which the exposed time of a forward is clipped
 _PACE = 1.5  # ratio by which the compute time per token must change to count as another pace
+_AGAIN = 64  # undivided forwards are measured again after so many others
+_GROUP_NS = 0.5e6  # compute that a group is expected to cost, until it was measured (SGLang, H200: 0.5 to 0.9 ms)
 _LEAST_COMPUTE = 1 / 16  # fraction of the transfer time; forwards with less compute time hide nothing and are ignored
 _GAIN = 0.01  # smallest predicted gain, as a fraction of the total time, that justifies a trial
 _PER_OCTAVE = 2  # number of size classes of prompts per factor of two
@@ -47,12 +50,12 @@ class GroupSizeTuner:
 
         Args:
             tokens: Average tokens per request, as passed to `choose`.
-            groups: Number of layer groups the forward had, at least 2.
+            groups: Number of layer groups the forward had.
             compute_ns: Time from the forward's start to its end.
             transfer_ns: Time during which the rank was transferring parts of the forward.
             exposed_ns: Time from the forward's end until all its bytes had landed.
         """
-        if tokens < 1 or groups < 2 or compute_ns <= 0 or compute_ns < transfer_ns * _LEAST_COMPUTE:
+        if tokens < 1 or groups < 1 or compute_ns <= 0 or compute_ns < transfer_ns * _LEAST_COMPUTE:
             return
         size_class = _size_class(tokens)
         with self._lock:
@@ -64,22 +67,21 @@ class GroupSizeTuner:
                 size = self._sizes[size_class] = _Size()
             size.add(groups, compute_ns / tokens, transfer_ns / tokens, exposed_ns / tokens)
 
-    def choose(self, tokens: float, num_layers: int, formula: int) -> int:
-        """Returns the number of groups for a forward.
+    def choose(self, tokens: float, num_layers: int) -> int:
+        """Returns the number of groups for a forward; 1 until undivided forwards have been measured often enough.
 
         Args:
             tokens: Average tokens per request.
             num_layers: Layers to divide into groups.
-            formula: The formula's number of groups, which is returned until it has been measured often enough.
         """
         with self._lock:
             size = self._sizes.get(_size_class(tokens))
-            if size is None or not size.is_measured(formula):
-                return formula
+            if size is None or not size.is_measured(1):
+                return 1
             size.choices += 1
-            best = size.best(formula)
+            best = size.best()
             if size.may_try and self._random.randrange(_TURN) == 0:
-                return size.trial(best, num_layers, formula) or best
+                return size.trial(best, num_layers, _GROUP_NS / tokens) or best
             return best
 
 
@@ -127,6 +129,10 @@ class _Line:
         self._ny = self._ny * keep + n * y
         self._yy = self._yy * keep + y * y
 
+    @property
+    def empty(self) -> bool:
+        return not self._w
+
     def likely(self, n: int) -> float:
         """Estimates y at `n`; the slope is reduced according to its standard error, so that noise does not count."""
         _, slope, error = self._fit()
@@ -161,8 +167,10 @@ class _Size:
 
     def __init__(self) -> None:
         self._arms: dict[int, _Arm] = {}
+        # Of divided forwards; what undivided ones take is on neither line, because concurrent transfers slow compute.
         self._compute = _Line()
         self._transfer = _Line()
+        self._undivided = (0.0, 0.0)  # mean compute and transfer of undivided forwards
         self.choices = 0  # number of choices; forwards with other numbers of groups may be observed, too
         self._count = 0
         self._trials = 0
@@ -197,22 +205,27 @@ class _Size:
         residual = arm.add(exposed)
         if arm.count > 1:
             self._variance += (residual * residual - self._variance) / min(self._count, _LINE_MEMORY)
-        self._compute.add(groups, compute)
-        self._transfer.add(groups, transfer)
+        if groups > 1:
+            self._compute.add(groups, compute)
+            self._transfer.add(groups, transfer)
+        else:
+            share = 1 / min(arm.count, _MEMORY)
+            before = self._undivided
+            self._undivided = before[0] + (compute - before[0]) * share, before[1] + (transfer - before[1]) * share
 
     def is_measured(self, groups: int) -> bool:
         arm = self._arms.get(groups)
         return arm is not None and arm.count >= _ENOUGH and self._count - arm.last <= _STALE
 
-    def best(self, formula: int) -> int:
+    def best(self) -> int:
         """Returns the N with the lowest measured time.
 
-        An N other than `formula` must be faster by at least the standard error of its mean.
+        An N other than 1 must be faster by at least the standard error of its mean.
         """
 
         def score(groups: int) -> float:
             arm = self._arms[groups]
-            return self._whole(groups) + (0.0 if groups == formula else self._standard_error(arm))
+            return self._whole(groups) + (0.0 if groups == 1 else self._standard_error(arm))
 
         return min((groups for groups in self._arms if self.is_measured(groups)), key=score)
 
@@ -220,19 +233,23 @@ class _Size:
     def may_try(self) -> bool:
         return self._trials < _HEAD_START + self.choices / _SHARE
 
-    def trial(self, best: int, num_layers: int, formula: int) -> int | None:
-        """Returns an N other than `best` to measure in the next forward; None if no trial is worthwhile."""
-        now = min(self._predicted(best))
+    def trial(self, best: int, num_layers: int, expected: float) -> int | None:
+        """Returns an N other than `best` to measure in the next forward; None if no trial is worthwhile.
+
+        Args:
+            expected: compute that a group is expected to cost until it was measured, in ns per token.
+        """
+        now = min(self._predicted(best, expected))
         predicted = {
-            groups: min(self._predicted(groups))
+            groups: min(self._predicted(groups, expected))
             for groups in _ladder(num_layers)
-            if best / 2 <= groups <= best * 2 and groups != best and self._open(groups, best)
+            if (best == 1 or best / 2 <= groups <= best * 2) and groups != best and self._open(groups, best)
         }
         chosen = min(predicted, key=lambda groups: predicted[groups], default=None)
         if chosen is None or predicted[chosen] > now * (1 - _GAIN):
-            if formula == best or self._count - self._arms[formula].last < _SHARE:
+            if best == 1 or self._count - self._arms[1].last < _AGAIN:
                 return None
-            chosen = formula  # measured again from time to time, as it may have become faster
+            chosen = 1
         self._trials += 1
         self._arms.setdefault(chosen, _Arm()).tried += 1
         return chosen
@@ -258,13 +275,19 @@ class _Size:
 
     def _whole(self, groups: int) -> float:
         """Returns the estimated total time of forwards with this number of groups, in ns per token."""
-        return self._compute.likely(groups) + self._arms[groups].mean
+        compute = self._undivided[0] if groups == 1 else self._compute.likely(groups)
+        return compute + self._arms[groups].mean
 
-    def _predicted(self, groups: int) -> list[float]:
+    def _predicted(self, groups: int, expected: float) -> list[float]:
         """Returns the total time predicted by the model, in ns per token.
 
         There are two predictions if only one N was observed, as in `_Line.possible`.
         """
+        compute, transfer = self._undivided
+        if groups == 1:
+            return [compute + transfer]
+        if self._compute.empty:
+            return [compute + expected * groups + max(transfer / groups, compute / groups + transfer - compute)]
         compute = self._compute.likely(groups)
         return [
             compute + max(transfer / groups, compute / groups + transfer - compute)

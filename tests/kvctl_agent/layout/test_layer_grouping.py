@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvctl_agent.contract.choices import PIPELINED, REASONS
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.errors import ConfigError, LayoutError
-from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping, GroupingOptions, formula_groups, group_layers
+from kvctl_agent.layout.layer_grouping import ForwardInfo, Grouping, GroupingOptions, group_layers
 
 ON = GroupingOptions(mode="on")
 
@@ -63,7 +63,8 @@ class TestFormula:
     @given(st.integers(5, 200), st.integers(3072, 50_000), st.integers(3072, 50_000))
     def test_longer_prompts_never_have_more_groups(self, layers: int, one: int, other: int) -> None:
         shorter, longer = sorted((one, other))
-        assert formula_groups(longer, layers, ON) <= formula_groups(shorter, layers, ON)
+        few, many = (len(group_layers(0, layers, ForwardInfo((tokens,)), ON).groups) for tokens in (longer, shorter))
+        assert few <= many
 
 
 class TestGuards:
@@ -146,15 +147,15 @@ class TestOverride:
 class TestMeasured:
     MEASURED = GroupingOptions(mode="auto")
 
-    def test_the_chooser_gets_the_number_of_the_formula(self) -> None:
-        asked: list[tuple[float, int, int]] = []
+    def test_the_chooser_gets_tokens_and_layers(self) -> None:
+        asked: list[tuple[float, int]] = []
 
-        def choose(tokens: float, layers: int, formula: int) -> int:
-            asked.append((tokens, layers, formula))
+        def choose(tokens: float, layers: int) -> int:
+            asked.append((tokens, layers))
             return 16
 
         grouping = group_layers(0, 80, ForwardInfo((6000, 6288)), self.MEASURED, choose)
-        assert asked == [(6144.0, 80, 8)]
+        assert asked == [(6144.0, 80)]
         assert (sizes(grouping), grouping.reason) == ([5] * 16, "measured")
 
     def test_without_a_chooser_the_formula_decides(self) -> None:
@@ -166,8 +167,9 @@ class TestMeasured:
 
     @pytest.mark.parametrize("chosen", [0, 1])
     def test_the_chooser_may_choose_one_group(self, chosen: int) -> None:
+        """Its times are measured as those of several groups."""
         grouping = group_layers(0, 32, ForwardInfo((9216,)), self.MEASURED, lambda *_: chosen)
-        assert grouping == Grouping((), "one-group")
+        assert grouping == Grouping((range(32),), "one-group")
 
     def test_the_chooser_is_not_called_if_a_check_fails(self) -> None:
         def choose(*_: Any) -> int:

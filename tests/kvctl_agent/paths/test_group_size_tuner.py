@@ -1,4 +1,4 @@
-"""Mode auto finds nearly the best number of groups, and costs almost nothing if the formula is right.
+"""Mode auto finds nearly the best number of groups, and costs almost nothing if groups gain nothing.
 
 Forwards are simulated: compute C and transfer T overlap as in the model or differently, every group has an overhead,
 and observations are noisy. The tests compare the true costs of the chosen N.
@@ -12,7 +12,6 @@ from statistics import fmean
 
 import pytest
 
-from kvctl_agent.layout.layer_grouping import GroupingOptions, formula_groups
 from kvctl_agent.paths.group_size_tuner import GroupSizeTuner
 
 MS = 1e6
@@ -50,10 +49,9 @@ def whole(truth: Truth, n: int) -> float:
 def run(pacer: GroupSizeTuner, truth: Truth, layers: int, forwards: int, noise: float, late: int = 4) -> list[int]:
     """The tuner's choices; each is observed `late` forwards after it was made, as with rooms in flight."""
     noisy = Random(1)
-    formula = formula_groups(TOKENS, layers, GroupingOptions("on"))
     chosen: list[int] = []
     for number in range(forwards):
-        chosen.append(pacer.choose(TOKENS, layers, formula))
+        chosen.append(pacer.choose(TOKENS, layers))
         if number >= late:
             tell(pacer, truth, chosen[number - late], noise, noisy)
     return chosen
@@ -72,17 +70,16 @@ def mean_cost(truth: Truth, chosen: Sequence[int]) -> float:
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 1, 2, 4])
 @pytest.mark.parametrize("overhead_ms", [0.1, 0.5, 1, 2, 5])
 @pytest.mark.parametrize("layers", [16, 32, 80])
-def test_near_the_best_and_never_much_worse_than_the_formula(
+def test_near_the_best_and_never_much_worse_than_undivided(
     world: Callable[[float, float], Truth], ratio: float, overhead_ms: float, layers: int
 ) -> None:
     truth = world(ratio, overhead_ms)
-    formula = formula_groups(TOKENS, layers, GroupingOptions("on"))
-    best = min(whole(truth, n) for n in range(2, layers + 1))
+    best = min(whole(truth, n) for n in range(1, layers + 1))
     for noise in (0.02, 0.1, 0.2):
         chosen = run(GroupSizeTuner(Random(7)), truth, layers, 300, noise)
-        assert mean_cost(truth, chosen[WARM_UP:]) < 1.03 * whole(truth, formula)
-        assert mean_cost(truth, chosen[:WARM_UP]) < 1.10 * whole(truth, formula)
-        assert mean_cost(truth, chosen[150:]) < 1.07 * best
+        assert mean_cost(truth, chosen[WARM_UP:]) < 1.02 * whole(truth, 1)
+        assert mean_cost(truth, chosen[:WARM_UP]) < 1.05 * whole(truth, 1)
+        assert mean_cost(truth, chosen[150:]) < (1.07 if noise < 0.2 else 1.15) * best
 
 
 @pytest.mark.parametrize("ratio", [0.25, 1, 4])
@@ -91,86 +88,96 @@ def test_forwards_that_met_a_busy_machine_are_not_held_against_their_groups(rati
     pacer, noisy, truth = GroupSizeTuner(Random(7)), Random(1), flow_shop(ratio, overhead_ms)
     chosen = []
     for _ in range(300):
-        chosen.append(pacer.choose(TOKENS, 80, 10))
+        chosen.append(pacer.choose(TOKENS, 80))
         stalled = noisy.uniform(2, 8) if noisy.random() < 0.08 else 1.0
         tell(pacer, truth, chosen[-1], 0.1, noisy, stalled)
-    assert mean_cost(truth, chosen[WARM_UP:]) < 1.03 * whole(truth, 10)
-    assert mean_cost(truth, chosen[150:]) < 1.07 * min(whole(truth, n) for n in range(2, 81))
+    assert mean_cost(truth, chosen[WARM_UP:]) < 1.03 * whole(truth, 1)
+    assert mean_cost(truth, chosen[150:]) < 1.07 * min(whole(truth, n) for n in range(1, 81))
 
 
-def test_a_small_overhead_and_a_slow_lane_want_more_groups_than_the_formula() -> None:
+def test_a_small_overhead_and_a_slow_lane_want_many_groups() -> None:
     truth = flow_shop(1, 0.1)
     chosen = run(GroupSizeTuner(Random(7)), truth, 80, 300, 0.05)
-    assert chosen[0] == formula_groups(TOKENS, 80, GroupingOptions("on")) == 10
-    assert fmean(chosen[150:]) > 20
-    assert mean_cost(truth, chosen[150:]) < 0.95 * whole(truth, 10)
+    assert chosen[0] == 1
+    assert fmean(chosen[150:]) > 15
+    assert mean_cost(truth, chosen[WARM_UP:]) < 0.6 * whole(truth, 1)
 
 
 def test_a_large_overhead_wants_fewer() -> None:
     truth = flow_shop(1, 5)
     chosen = run(GroupSizeTuner(Random(7)), truth, 16, 300, 0.05)
-    assert chosen[0] == 16
-    assert fmean(chosen[150:]) < 10
-    assert mean_cost(truth, chosen[150:]) < 0.93 * whole(truth, 16)
+    assert 2 < fmean(chosen[150:]) < 10
+    assert mean_cost(truth, chosen[150:]) < 0.7 * whole(truth, 1)
+
+
+def test_groups_that_slow_the_engine_down_are_not_used_twice_as_often_as_trials() -> None:
+    """As in SGLang on an H200 with a small model: the transfer over NVLink takes 2 of 40 ms, and a group costs 0.9."""
+
+    def truth(n: int) -> tuple[float, float, float]:
+        return 38 * MS + 0.9 * MS * (n - 1), 2 * MS, 2 * MS / n
+
+    chosen = run(GroupSizeTuner(Random(7)), truth, 16, 300, 0.1)
+    assert mean_cost(truth, chosen) < 1.02 * whole(truth, 1)
+    assert chosen[150:].count(1) > 130
 
 
 class TestUntilEnoughIsKnown:
-    def test_the_formula_decides(self) -> None:
+    def test_forwards_are_not_divided(self) -> None:
         pacer = GroupSizeTuner(Random(7))
-        assert [pacer.choose(TOKENS, 80, 10) for _ in range(100)] == [10] * 100
+        assert [pacer.choose(TOKENS, 80) for _ in range(100)] == [1] * 100
 
     def test_of_each_size_of_prompt(self) -> None:
         pacer = GroupSizeTuner(Random(7))
         run(pacer, flow_shop(1, 0.1), 80, 300, 0.05)
-        assert [pacer.choose(4 * TOKENS, 80, 4) for _ in range(20)] == [4] * 20
+        assert [pacer.choose(4 * TOKENS, 80) for _ in range(20)] == [1] * 20
 
     def test_whole_pages_are_the_same_size_as_their_tokens(self) -> None:
         pacer, noisy = GroupSizeTuner(Random(7)), Random(1)
         for _ in range(300):
-            n = pacer.choose(4095, 80, 10)
+            n = pacer.choose(4095, 80)
             compute, transfer, exposed = (round(cost * noisy.gauss(1, 0.05)) for cost in flow_shop(1, 0.1)(n))
             pacer.observe(4096, n, compute, transfer, exposed)
-        assert n != 10
+        assert n > 2
 
     def test_forwards_without_groups_or_compute_teach_nothing(self) -> None:
         pacer = GroupSizeTuner(Random(7))
-        for tokens, groups, compute in ((TOKENS, 1, 5), (TOKENS, 10, 0), (0, 10, 5)):
+        for tokens, groups, compute in ((TOKENS, 0, 5), (TOKENS, 1, 0), (0, 1, 5)):
             for _ in range(50):
                 pacer.observe(tokens, groups, compute, 5, 5)
-        assert [pacer.choose(TOKENS, 80, 10) for _ in range(20)] == [10] * 20
+        assert [pacer.choose(TOKENS, 80) for _ in range(20)] == [1] * 20
 
 
 class TestTrials:
     def test_nothing_is_tried_where_nothing_can_be_gained(self) -> None:
-        # One part in four hundred is exposed: cutting further cannot pay.
-        assert set(run(GroupSizeTuner(Random(7)), flow_shop(0.02, 0.0), 80, 300, 0.05)) == {10}
+        # One part in a hundred and twenty is exposed: dividing cannot pay.
+        assert set(run(GroupSizeTuner(Random(7)), flow_shop(0.008, 0.0), 80, 300, 0.05)) == {1}
 
     def test_they_are_a_bounded_share(self) -> None:
-        truth = flow_shop(1, 2)
-        assert whole(truth, 10) == min(whole(truth, n) for n in range(2, 81))
+        truth = flow_shop(0, 5)
+        assert whole(truth, 1) == min(whole(truth, n) for n in range(1, 81))
         chosen = run(GroupSizeTuner(Random(7)), truth, 80, 640, 0.1)
-        assert sum(n != 10 for n in chosen) <= 4 + 640 / 16 + 1
+        assert sum(n != 1 for n in chosen) <= 8 + 640 / 16 + 1
 
-    def test_the_formula_is_looked_at_again_and_again(self) -> None:
+    def test_undivided_forwards_are_measured_again_and_again(self) -> None:
         chosen = run(GroupSizeTuner(Random(7)), flow_shop(1, 0.1), 80, 640, 0.05)
-        assert fmean(chosen[64:]) > 20
-        assert all(10 in chosen[start : start + 128] for start in range(64, 512, 64))
+        assert fmean(chosen[64:]) > 15
+        assert all(1 in chosen[start : start + 256] for start in range(64, 384, 64))
 
     def test_one_whose_forwards_never_come_back_is_not_tried_for_ever(self) -> None:
         pacer, noisy = GroupSizeTuner(Random(7)), Random(1)
         lost = 0
         for _ in range(400):
-            n = pacer.choose(TOKENS, 80, 10)
-            if n == 10:
+            n = pacer.choose(TOKENS, 80)
+            if n == 1:
                 tell(pacer, flow_shop(1, 0.1), n, 0.05, noisy)
             else:
                 lost += 1
-        assert 0 < lost < 30
+        assert 0 < lost <= 8 + 400 / 16 + 1
 
     def test_groups_are_whole_layers_and_no_more_than_there_are(self) -> None:
         for layers in (5, 7, 11):
             assert set(run(GroupSizeTuner(Random(7)), flow_shop(1, 0.01), layers, 200, 0.1)) <= set(
-                range(2, layers + 1)
+                range(1, layers + 1)
             )
 
 
@@ -181,7 +188,7 @@ def test_it_follows_a_lane_that_changes() -> None:
     after = run(pacer, slow, 80, 600, 0.05)
     assert fmean(before[200:]) > 14
     assert fmean(after[300:]) < 12
-    assert mean_cost(slow, after[300:]) < 1.05 * min(whole(slow, n) for n in range(2, 81))
+    assert mean_cost(slow, after[300:]) < 1.05 * min(whole(slow, n) for n in range(1, 81))
 
 
 def test_what_another_pace_of_compute_has_taught_is_forgotten() -> None:
@@ -195,16 +202,16 @@ def test_what_another_pace_of_compute_has_taught_is_forgotten() -> None:
         return compute / 4, transfer / 4, exposed / 4
 
     for _ in range(3):
-        tell(pacer, faster, 10, 0.02, noisy)
-    assert [pacer.choose(TOKENS, 80, 10) for _ in range(5)] == [10] * 5
+        tell(pacer, faster, 1, 0.02, noisy)
+    assert [pacer.choose(TOKENS, 80) for _ in range(5)] == [1] * 5
 
 
 def test_forwards_with_next_to_no_compute_teach_nothing() -> None:
     pacer = GroupSizeTuner(Random(7))
     for _ in range(50):
-        pacer.observe(TOKENS, 10, 1_000_000, 60_000_000, 60_000_000)
+        pacer.observe(TOKENS, 1, 1_000_000, 60_000_000, 60_000_000)
         pacer.observe(TOKENS, 2, 1_000_000, 50_000_000, 50_000_000)
-    assert [pacer.choose(TOKENS, 80, 10) for _ in range(5)] == [10] * 5
+    assert [pacer.choose(TOKENS, 80) for _ in range(5)] == [1] * 5
 
 
 def test_the_same_seed_and_the_same_forwards_give_the_same_choices() -> None:
@@ -215,7 +222,7 @@ def test_the_same_seed_and_the_same_forwards_give_the_same_choices() -> None:
 def test_memory_is_bounded_whatever_is_asked_and_told() -> None:
     pacer, any_number = GroupSizeTuner(Random(7)), Random(5)
     for _ in range(5000):
-        tokens, groups = any_number.randint(1, 1 << 24), any_number.randint(2, 80)
+        tokens, groups = any_number.randint(1, 1 << 24), any_number.randint(1, 80)
         pacer.observe(tokens, groups, any_number.randint(1, 10**12), any_number.randint(0, 10**12), 10**6)
-        assert 2 <= pacer.choose(tokens, 80, 10) <= 80
+        assert 1 <= pacer.choose(tokens, 80) <= 80
     assert len(pacer._sizes) < 50
