@@ -128,10 +128,10 @@ class Pair:
         agents: number of the agents that they have.
     """
 
-    def __init__(self, side: str, options: argparse.Namespace, vocabulary: int) -> None:
+    def __init__(self, number: int, side: str, options: argparse.Namespace, vocabulary: int) -> None:
         name, *settings = re.split(r"/(?=\w+=)", side)
         backend, variables = BACKENDS[name]
-        folder = options.folder / f"{options.sides.split(',').index(side)}-{name}"
+        folder = options.folder / f"{number}-{name}"
         sockets = folder / "sockets"
         sockets.mkdir(parents=True, mode=0o700)
         variables = {"KVCTL_SOCKET_DIR": str(sockets), **variables}
@@ -233,4 +233,6 @@ def pairs_of(options: argparse.Namespace) -> Sequence[Pair]:
     options.folder.mkdir(parents=True)
     model = MODELS[options.model or ("tiny" if options.cpu else "small")]
     model.write(options.folder / "model")
-    return [Pair(side, options, model.vocabulary) for side in options.sides.split(",")]
+    # A comma may be in the value of a variable.
+    sides = re.split(f",(?=(?:{'|'.join(BACKENDS)})(?:[,/]|$))", options.sides)
+    return [Pair(number, side, options, model.vocabulary) for number, side in enumerate(sides)]

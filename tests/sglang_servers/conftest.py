@@ -170,7 +170,7 @@ PREFILLS = {
     "optimistic": ("--optimistic-prefill-attempts", "1", "--enable-pd-role-switch"),
     "switch": ("--enable-pd-role-switch", "--disaggregation-decode-enable-radix-cache"),
     "layers": ("--chunked-prefill-size", str(CHUNK_TOKENS)),
-    "layers2": ("--chunked-prefill-size", str(CHUNK_TOKENS), "--tp-size", "2"),
+    "layers2": ("--chunked-prefill-size", str(CHUNK_TOKENS), "--tp-size", "2", "--disaggregation-enable-kv-checksum"),
 }
 DECODES = {
     "tp1": ("--disaggregation-decode-enable-radix-cache",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import Prefill, Process, ServerError, Tokens, post, together
+from kvctl.lab.demo.sglang_servers import Prefill, Process, ServerError, Tokens, request, together
 from tests.sglang_servers.conftest import CHUNK_TOKENS, Servers, Undivided
 from tests.sglang_servers.test_kvctl import rows
 from tests.sglang_servers.test_tokens import prompt
@@ -43,9 +44,10 @@ def check(pair: tuple[Prefill, Process], alone: Undivided, prompts: Sequence[Tok
         assert first.tokens == all_.tokens[:1]
 
 
-def groups_sent(servers: Servers, *room: str) -> set[tuple[int, int]]:
+def groups_sent(servers: Servers, *room: str) -> set[tuple[int, ...]]:
     """Returns the layer groups of the parts that prefill ranks have sent."""
-    return {(row["lo"], row["hi"]) for row in rows(servers, "layers", *room) if row["role"] == "prefill"}
+    found = rows(servers, "layers", *room)
+    return {tuple(row["layers"]) for row in found if row["agent"].startswith("prefill")}
 
 
 def test_tokens(pair: tuple[Prefill, Process], alone: Undivided) -> None:
@@ -86,6 +88,6 @@ def test_aborts_while_layers_are_sent(pair: tuple[Prefill, Process], alone: Undi
         client.start()
         time.sleep(0.04 * number)
         for server in (prefill.process, decode):
-            post(f"{server.url}/abort_request", {"rid": f"aborted-{number}"})
+            request(f"{server.url}/abort_request", json.dumps({"rid": f"aborted-{number}"}).encode())
         client.join()
     check(pair, alone, [prompt(length, seed=99) for length in LENGTHS])
