@@ -100,6 +100,7 @@ class Model(NamedTuple):
 MODELS = {
     "small": Model(),
     "8b": Model(32, 4096, 32, 8, 128, 14336),  # the shape of Llama 3.1 8B, 128 KiB a token
+    "8b-mqa": Model(32, 4096, 32, 1, 128, 14336),  # the same with one KV head, 16 KiB a token
     "tiny": Model(8, 128, 8, 4, 16, 256, 512),  # for CPUs
 }
 
