@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ import torch
 from kvctl_agent import ForwardInfo
 from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.integrations.sglang import versions
-from kvctl_agent.integrations.sglang.sender import KvctlKVSender
 
 logger = logging.getLogger("kvctl")
 
@@ -58,10 +58,9 @@ def install() -> None:
 
     @functools.wraps(checkpoint)
     def checkpointed(scheduler: Any, req: Any) -> Any:
-        sender = req.disagg_kv_sender
-        if not isinstance(sender, KvctlKVSender) or not sender.passed:
+        if not getattr(req.disagg_kv_sender, "passed", 0):  # also senders of other backends
             return checkpoint(scheduler, req)
-        with sender.keeping_freed(scheduler.token_to_kv_pool_allocator):
+        with req.disagg_kv_sender.keeping_freed(scheduler.token_to_kv_pool_allocator):
             return checkpoint(scheduler, req)
 
     scheduler.run_batch, scheduler.checkpoint_disagg_prefill = pipelined, checkpointed
@@ -71,7 +70,9 @@ def forward_of(scheduler: Any, batch: Any) -> Forward | None:
     """Announces the layer groups of a batch's requests; returns the forward, or None if no request has groups."""
     if not batch.forward_mode.is_extend():
         return None
-    requests = [req for req in batch.reqs if not req.pending_bootstrap and _sends(req.disagg_kv_sender)]
+    requests = [
+        req for req in batch.reqs if not req.pending_bootstrap and getattr(req.disagg_kv_sender, "sends", False)
+    ]
     if not requests:
         return None
     fresh = [req for req in requests if req.disagg_kv_sender.groups is None]
@@ -99,14 +100,14 @@ def forward_of(scheduler: Any, batch: Any) -> Forward | None:
 
 
 class _Share:
-    """Pages of one request that a forward completes.
+    """Pages of one request, whose sender is a `KvctlKVSender`, that a forward completes.
 
     Attributes:
         pages: their numbers; on a GPU they are valid once the forward has begun there.
         groups: layer groups that have not been passed yet, ascending.
     """
 
-    def __init__(self, sender: KvctlKVSender, start: int, pages: Any, last: bool) -> None:
+    def __init__(self, sender: Any, start: int, pages: Any, last: bool) -> None:
         self.sender = sender
         self.pages = pages
         self.groups = list(sender.groups or ())
@@ -140,9 +141,29 @@ class Forward:
         self._next = first  # the layer that begins next
         self._edges = sorted({group.stop for share in shares for group in share.groups}, reverse=True)
 
-    def watched(self) -> _Watched:
-        """Returns a context in which the attention backend tells which layer begins."""
-        return _Watched(self._backend, self)
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Puts a wrapper around `forward` of the attention backend, which tells what layer begins."""
+        backend, compute = self._backend, self._backend.forward
+
+        @functools.wraps(compute)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            layer = kwargs["layer"] if "layer" in kwargs else args[3]
+            attempt(lambda: self.begins(layer.layer_id), self._fail, logger)
+            result = compute(*args, **kwargs)
+            if kwargs.get("save_kv_cache", args[5] if len(args) > 5 else True):
+                attempt(lambda: self.has_written(layer.layer_id), self._fail, logger)
+            return result
+
+        own = "forward" in vars(backend)
+        backend.forward = watched
+        try:
+            yield
+        finally:
+            if own:
+                backend.forward = compute
+            else:
+                del backend.forward
 
     def begins(self, layer_id: int) -> None:
         """Passes the groups that are complete when a layer begins. Layers out of order tell nothing."""
@@ -160,7 +181,7 @@ class Forward:
     def end(self, stream: Any) -> None:
         """Passes what is left after the forward, which runs on `stream`; None: on the current one."""
         if self._edges:
-            self._pass_until(self._end, stream)
+            attempt(lambda: self._pass_until(self._end, stream), self._fail, logger)
         for share in self._shares:
             share.end()
 
@@ -174,34 +195,11 @@ class Forward:
         for share in self._shares:
             share.pass_until(layer, event)
 
-
-class _Watched:
-    """Puts a wrapper around `forward` of an attention backend, and takes it off again."""
-
-    def __init__(self, backend: Any, forward: Forward) -> None:
-        self._backend = backend
-        self._forward = forward
-
-    def __enter__(self) -> None:
-        compute, forward = self._backend.forward, self._forward
-
-        @functools.wraps(compute)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            layer = kwargs["layer"] if "layer" in kwargs else args[3]
-            forward.begins(layer.layer_id)
-            result = compute(*args, **kwargs)
-            if kwargs.get("save_kv_cache", args[5] if len(args) > 5 else True):
-                forward.has_written(layer.layer_id)
-            return result
-
-        self._backend.forward = watched
-
-    def __exit__(self, *_: object) -> None:
-        del self._backend.forward
-
-
-def _sends(sender: Any) -> bool:
-    return isinstance(sender, KvctlKVSender) and sender.sends
+    def _fail(self, cause: str) -> None:
+        """Fails the requests of the batch; the forward goes on."""
+        self._edges.clear()
+        for share in self._shares:
+            share.sender.fail(cause)
 
 
 def _share_of(scheduler: Any, req: Any) -> _Share | None:

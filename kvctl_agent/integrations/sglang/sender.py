@@ -90,7 +90,7 @@ class KvctlKVSender(CommonKVSender):
         handle = self._handle
         if handle is None or not self.sends:
             return
-        attempt(lambda: self._send(handle, kv_indices, state_indices), self._fail, logger)
+        attempt(lambda: self._send(handle, kv_indices, state_indices), self.fail, logger)
         self._record_transfer_indices(kv_indices, state_indices)
 
     def _send(self, handle: Send, kv_indices: Any, state_indices: Any) -> None:
@@ -110,7 +110,7 @@ class KvctlKVSender(CommonKVSender):
         self.groups = groups
         if groups and self._handle is not None:
             handle = self._handle
-            attempt(lambda: handle.prefetch(groups), self._fail, logger)
+            attempt(lambda: handle.prefetch(groups), self.fail, logger)
 
     def pass_layers(self, group: range, start: int, pages: Any, last: bool, event: Any) -> None:
         """Passes pages of one layer group, before `send` gets them.
@@ -127,7 +127,7 @@ class KvctlKVSender(CommonKVSender):
         sent = max(0, self.curr_idx - start)  # SGLang has sent a prefix that it had cached
         pages, prefix = pages[sent:], self._prefix_before(start + sent)
         indices = _after(prefix, pages) if event is None else partial(_after, prefix, pages)
-        attempt(lambda: handle.layers(group, indices, last=last, event=event), self._fail, logger)
+        attempt(lambda: handle.layers(group, indices, last=last, event=event), self.fail, logger)
 
     def _prefix_before(self, start: int) -> int:
         """Returns the pages of the decode side's prefix, if the room's first pages are passed now.
@@ -136,7 +136,8 @@ class KvctlKVSender(CommonKVSender):
         """
         return 0 if start else self.pop_decode_prefix_len() // self.kv_mgr.kv_args.page_size
 
-    def _fail(self, cause: str) -> None:
+    def fail(self, cause: str) -> None:
+        """Fails the room on every rank."""
         self.kv_mgr.fail(self.bootstrap_room, cause)
         if self._handle is not None:
             self._handle.abort(cause)
