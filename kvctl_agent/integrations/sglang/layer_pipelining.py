@@ -167,9 +167,9 @@ class Forward:
 
     def begins(self, layer_id: int) -> None:
         """Passes the groups that are complete when a layer begins. Layers out of order tell nothing."""
-        layer = self._numbers.get(layer_id)
+        layer = self._numbers.get(layer_id, -1)
         if layer == self._next:
-            self._next = layer + 1
+            self._next += 1
             if self._edges and layer >= self._edges[-1]:
                 self._pass_until(layer, None)
 
