@@ -9,6 +9,8 @@ import pytest
 
 from tests.matrix.matrix_rig.combinations import AXES, combinations, coverage, possible_pairs
 
+pytestmark = pytest.mark.sample
+
 
 def test_every_two_values_of_any_two_axes_meet(capsys: pytest.CaptureFixture[str]) -> None:
     covered = coverage(combinations())

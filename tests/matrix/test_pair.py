@@ -11,6 +11,8 @@ from tests.matrix.matrix_rig import pair as pairs
 from tests.matrix.matrix_rig.case import Case
 from tests.matrix.matrix_rig.pair import Failed, Pair
 
+pytestmark = pytest.mark.sample
+
 CASE = Case("small", "loopback", "gqa8", (ParallelConfig(tp=2),), ParallelConfig())
 
 

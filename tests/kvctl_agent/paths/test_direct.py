@@ -19,6 +19,8 @@ from kvctl_agent.paths.peer_connection import MappedMemory, PeerConnection
 from kvctl_agent.protocol.tag import PartKind
 from tests.support.host_device import HostDevice, HostMapping
 
+pytestmark = pytest.mark.parametrize("engine", ["loopback"])
+
 CONV = StateShape("conv", (0, 2, 3), 3, 8, 4)  # cut over tp
 INDEX = StateShape("index", (1, 4), 1, 1, 20)  # the same on every rank
 MODELS = {
