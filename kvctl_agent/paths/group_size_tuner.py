@@ -26,7 +26,7 @@ _TURN = 3  # a trial takes place in one of _TURN forwards at random, so that not
 _OUTLIER = 3.0  # standard deviations above the mean at which the exposed time of a forward is clipped
 _PACE = 1.5  # ratio by which the compute time per token must change to count as another pace
 _AGAIN = 64  # undivided forwards are measured again after so many others
-_GROUP_NS = 0.5e6  # compute that a group is expected to cost, until it was measured (SGLang, H200: 0.5 to 0.9 ms)
+_GROUP_NS = 2e6  # compute that a group is expected to cost, until it was measured (SGLang, H200: 1 to 4 ms)
 _LEAST_COMPUTE = 1 / 16  # fraction of the transfer time; forwards with less compute time hide nothing and are ignored
 _GAIN = 0.01  # smallest predicted gain, as a fraction of the total time, that justifies a trial
 _PER_OCTAVE = 2  # number of size classes of prompts per factor of two
@@ -60,7 +60,7 @@ class GroupSizeTuner:
         size_class = _size_class(tokens)
         with self._lock:
             size = self._sizes.setdefault(size_class, _Size())
-            if size.differs_in_pace(compute_ns / tokens):
+            if size.differs_in_pace(groups, compute_ns / tokens):
                 if not size.pace_changed:
                     return
                 # Measurements at one pace do not apply to another: the formula decides until there are enough new ones.
@@ -96,11 +96,12 @@ class _Arm:
     Exposed time is the time from the end of the forward until all its bytes have landed.
     """
 
-    __slots__ = ("count", "last", "mean", "tried")
+    __slots__ = ("count", "last", "mean", "pace", "tried")
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = 0.0
+        self.pace = 0.0  # mean compute time per token
         self.last = 0  # the count of the size class at the most recent forward
         self.tried = 0  # trials started; some may not have been observed yet
 
@@ -174,16 +175,16 @@ class _Size:
         self.choices = 0  # number of choices; forwards with other numbers of groups may be observed, too
         self._count = 0
         self._trials = 0
-        self._pace = 0.0  # mean compute time per token of recent forwards
         self._other_pace = 0  # number of consecutive forwards at another pace
         self._variance = 0.0  # of the exposed time of a forward around the mean of its N
 
-    def differs_in_pace(self, compute: float) -> bool:
-        """Returns whether a forward's compute time per token deviates from that of recent forwards.
+    def differs_in_pace(self, groups: int, compute: float) -> bool:
+        """Returns whether a forward's compute time per token deviates from that of recent forwards with as many groups.
 
         Counts consecutive deviating forwards for `pace_changed`.
         """
-        differs = bool(self._pace) and not self._pace / _PACE < compute < self._pace * _PACE
+        arm = self._arms.get(groups)
+        differs = arm is not None and arm.count > 0 and not arm.pace / _PACE < compute < arm.pace * _PACE
         self._other_pace = self._other_pace + 1 if differs else 0
         return differs
 
@@ -194,7 +195,6 @@ class _Size:
 
     def add(self, groups: int, compute: float, transfer: float, exposed: float) -> None:
         self._count += 1
-        self._pace += (compute - self._pace) / min(self._count, _MEMORY)
         arm = self._arms.get(groups)
         if arm is None or self._count - arm.last > _STALE:
             arm = self._arms[groups] = _Arm()
@@ -203,6 +203,7 @@ class _Size:
             # A delay caused by other load does not depend on N; unclipped, it would distort the mean for many forwards.
             exposed = min(exposed, arm.mean + _OUTLIER * sqrt(self._variance))
         residual = arm.add(exposed)
+        arm.pace += (compute - arm.pace) / min(arm.count, _MEMORY)
         if arm.count > 1:
             self._variance += (residual * residual - self._variance) / min(self._count, _LINE_MEMORY)
         if groups > 1:

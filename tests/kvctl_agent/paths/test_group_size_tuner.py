@@ -78,7 +78,7 @@ def test_near_the_best_and_never_much_worse_than_undivided(
     for noise in (0.02, 0.1, 0.2):
         chosen = run(GroupSizeTuner(Random(7)), truth, layers, 300, noise)
         assert mean_cost(truth, chosen[WARM_UP:]) < 1.02 * whole(truth, 1)
-        assert mean_cost(truth, chosen[:WARM_UP]) < 1.05 * whole(truth, 1)
+        assert mean_cost(truth, chosen[:WARM_UP]) < 1.06 * whole(truth, 1)
         assert mean_cost(truth, chosen[150:]) < (1.07 if noise < 0.2 else 1.15) * best
 
 
@@ -119,6 +119,18 @@ def test_groups_that_slow_the_engine_down_are_not_used_twice_as_often_as_trials(
     chosen = run(GroupSizeTuner(Random(7)), truth, 16, 300, 0.1)
     assert mean_cost(truth, chosen) < 1.02 * whole(truth, 1)
     assert chosen[150:].count(1) > 130
+
+
+def test_transfers_that_slow_compute_down_by_half_may_still_pay() -> None:
+    """As in SGLang on an H200 over TCP, whose copies hold up the launch of kernels."""
+
+    def truth(n: int) -> tuple[float, float, float]:
+        compute = 320 * MS if n == 1 else (400 + 3 * n) * MS
+        return compute, 350 * MS, 350 * MS / n
+
+    chosen = run(GroupSizeTuner(Random(7)), truth, 32, 100, 0.05)
+    assert chosen[40:].count(1) < 5
+    assert mean_cost(truth, chosen[40:]) < 0.75 * whole(truth, 1)
 
 
 class TestUntilEnoughIsKnown:
