@@ -46,7 +46,7 @@ class GroupSizeTuner:
         self._sizes: dict[int, _Size] = {}  # by size class, the logarithm of the tokens, so there are few
 
     def observe(self, tokens: float, groups: int, compute_ns: int, transfer_ns: int, exposed_ns: int) -> None:
-        """Records a forward whose layers were grouped.
+        """Records a forward whose layers were passed in groups, or in one.
 
         Args:
             tokens: Average tokens per request, as passed to `choose`.
@@ -63,7 +63,7 @@ class GroupSizeTuner:
             if size.differs_in_pace(groups, compute_ns / tokens):
                 if not size.pace_changed:
                     return
-                # Measurements at one pace do not apply to another: the formula decides until there are enough new ones.
+                # Measurements at one pace do not apply to another: forwards are undivided until there are new ones.
                 size = self._sizes[size_class] = _Size()
             size.add(groups, compute_ns / tokens, transfer_ns / tokens, exposed_ns / tokens)
 
@@ -183,8 +183,10 @@ class _Size:
 
         Counts consecutive deviating forwards for `pace_changed`.
         """
-        arm = self._arms.get(groups)
-        differs = arm is not None and arm.count > 0 and not arm.pace / _PACE < compute < arm.pace * _PACE
+        differs = False
+        if self.is_measured(groups):
+            pace = self._arms[groups].pace
+            differs = not pace / _PACE < compute < pace * _PACE
         self._other_pace = self._other_pace + 1 if differs else 0
         return differs
 
@@ -196,7 +198,7 @@ class _Size:
     def add(self, groups: int, compute: float, transfer: float, exposed: float) -> None:
         self._count += 1
         arm = self._arms.get(groups)
-        if arm is None or self._count - arm.last > _STALE:
+        if arm is None or self._is_stale(arm):
             arm = self._arms[groups] = _Arm()
         arm.last = self._count
         if arm.count >= _ENOUGH:
@@ -216,7 +218,10 @@ class _Size:
 
     def is_measured(self, groups: int) -> bool:
         arm = self._arms.get(groups)
-        return arm is not None and arm.count >= _ENOUGH and self._count - arm.last <= _STALE
+        return arm is not None and arm.count >= _ENOUGH and not self._is_stale(arm)
+
+    def _is_stale(self, arm: _Arm) -> bool:
+        return self._count - arm.last > _STALE
 
     def best(self) -> int:
         """Returns the N with the lowest measured time.
@@ -252,7 +257,11 @@ class _Size:
                 return None
             chosen = 1
         self._trials += 1
-        self._arms.setdefault(chosen, _Arm()).tried += 1
+        arm = self._arms.get(chosen)
+        if arm is None or self._is_stale(arm):
+            arm = self._arms[chosen] = _Arm()
+            arm.last = self._count
+        arm.tried += 1
         return chosen
 
     def _open(self, groups: int, best: int) -> bool:
@@ -262,7 +271,7 @@ class _Size:
         trials are known.
         """
         arm = self._arms.get(groups)
-        if arm is None:
+        if arm is None or self._is_stale(arm):
             return True
         if arm.tried >= arm.count + _ENOUGH:
             return False

@@ -119,12 +119,14 @@ class Prefetch(Event, frozen=True):
     """Prefill engine: the forward is about to start, so staging can be requested now.
 
     `groups` are the layer groups [lo, hi) that will be sent one by one; empty: all layers together. `at_ns` is the time
-    of the call; 0: the time at which the event is handled.
+    of the call; 0: the time at which the event is handled. `tokens` is what the groups were chosen for: average tokens
+    of a request; 0: unknown.
     """
 
     room: int
     groups: tuple[tuple[int, int], ...] = ()
     at_ns: int = 0
+    tokens: float = 0.0
 
 
 class Launched(Event, frozen=True):
@@ -471,9 +473,11 @@ class Overlapped(Action, frozen=True):
     """Report how the compute and the transfer of a room sent in layer groups overlapped.
 
     `pages`, `compute_ns` and `transfer_ns` are averages per forward. `transfer_ns` is the time during which the rank
-    had a part of the room; `exposed_ns` is the portion of it after the last forward.
+    had a part of the room; `exposed_ns` is the portion of it after the last forward. `tokens` is what the groups were
+    chosen for; 0: unknown.
     """
 
+    tokens: float
     pages: int
     groups: int
     compute_ns: int

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
+from math import inf
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -325,15 +326,18 @@ class Send(Handle):
         """
         return self._wait_for(lambda: self.recalled, timeout)
 
-    def prefetch(self, groups: Iterable[range] = ()) -> None:
+    def prefetch(self, groups: Iterable[range] = (), tokens: float = 0.0) -> None:
         """Announces the forward and requests staging memory, so that grants arrive before the data is computed.
 
         Args:
             groups: layer groups that `layers` will be called with, from `Agent.layer_groups`; empty if `pages` will be
                 called. Chunks are divided into parts once, so later calls cannot change the groups.
+            tokens: average tokens of a request in the `ForwardInfo` for which the groups were chosen, by which mode
+                auto finds the times of this room again; 0: those of its pages in one forward.
 
         Raises:
-            LocalProtocolError: `groups` is not a list, or a group is not consecutive layers of this rank.
+            LocalProtocolError: `groups` is not a list, a group is not consecutive layers of this rank, or `tokens` is
+                not a number from 0 on.
         """
         self._region.note_call(PREFETCH)
         most = len(self._bounds.layers)
@@ -347,7 +351,9 @@ class Send(Handle):
                 f"room {self.room}: groups is {shown(groups)}: it must be a list of ranges of this rank's layers"
             )
         cut = tuple(self._bounds.group(self.room, group) for group in ranges)
-        self.post_unless_over(ev.Prefetch(self.room, cut, time.monotonic_ns()))
+        if not isinstance(tokens, Real) or not 0 <= tokens < inf:
+            raise LocalProtocolError(f"room {self.room}: tokens is {shown(tokens)}: it must be a number from 0 on")
+        self.post_unless_over(ev.Prefetch(self.room, cut, time.monotonic_ns(), float(tokens)))
 
     def pages(self, indices: Any, last: bool = False, event: Any = None, group_pages: Sequence[Any] = ()) -> None:
         """Reports that the next pages of the prompt are computed in all layers, or will be when `event` is done.

@@ -63,5 +63,5 @@ class Pipelining:
 
     def learn(self, sent: Overlapped) -> None:
         """Executes `Overlapped`: passes the times of a room sent in layer groups to the group size tuner."""
-        tokens = sent.pages * self._page_size
+        tokens = sent.tokens or sent.pages * self._page_size
         self._tuner.observe(tokens, sent.groups, sent.compute_ns, sent.transfer_ns, sent.exposed_ns)

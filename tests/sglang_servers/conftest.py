@@ -170,7 +170,7 @@ PREFILLS = {
     "optimistic": ("--optimistic-prefill-attempts", "1", "--enable-pd-role-switch"),
     "switch": ("--enable-pd-role-switch", "--disaggregation-decode-enable-radix-cache"),
     "layers": ("--chunked-prefill-size", str(CHUNK_TOKENS)),
-    "layers2": ("--chunked-prefill-size", str(CHUNK_TOKENS), "--tp-size", "2", "--disaggregation-enable-kv-checksum"),
+    "layers2": ("--chunked-prefill-size", str(CHUNK_TOKENS), "--tp-size", "2"),
 }
 DECODES = {
     "tp1": ("--disaggregation-decode-enable-radix-cache",),
@@ -194,7 +194,7 @@ FLEETS = {
     "optimistic-tp1": (("optimistic",), ("tp1",)),
     "switch-switch": (("switch",), ("switch",)),
     "layers-tp1": (("layers",), ("tp1",)),
-    "layers2-overlap": (("layers2",), ("overlap",)),
+    "layers2-overlap": (("layers2",), ("tp1",)),
 }
 
 

@@ -1,12 +1,14 @@
 """Sends the KV of a forward in layer groups while SGLang computes later layers (the setting `pipeline`).
 
 SGLang has no interface for that. Before a forward, the groups of each request are announced to its sender. During it,
-the attention backend's `forward` tells which layer begins: layers before it have written their KV, or will have when an
-event that is recorded then is done. The decoder layers' own methods tell nothing, because SGLang's default graphs of
-the prefill replace them. What the backend has not told is passed after the forward, by `run_batch` or by the sender.
+each call of the attention backend's `forward` shows that a layer begins: layers before it have written their KV, or
+will have when an event that is recorded then is done. Hooks on the decoder layers would not run, because SGLang's
+default graphs of the prefill replace their methods. Groups for which the backend was not called are passed after the
+forward.
 
-SGLang frees a request's own pages when it finds the same tokens in its cache, where another request has put them
-meanwhile. They may still be read then; so they are freed only once SGLang has ended the request.
+SGLang frees a request's own pages when its cache has the same tokens, which another request has put there meanwhile.
+They may still be read then, so they are kept until SGLang has ended the request (`kept_pages`). Because all ranks of a
+server must do that alike, the hooks are there, and pages kept, if `pipeline` was not off when the server started.
 """
 
 from __future__ import annotations
@@ -29,12 +31,20 @@ logger = logging.getLogger("kvctl")
 # Caches and allocators whose pages are freed by `free_segment` of the allocator and by nothing else.
 _ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
 _CACHES = frozenset({"RadixCache", "UnifiedRadixCache", "ChunkCache"})
-# Options with which layers are computed twice, or two batches in turns.
-_OPTIONS = ("enable_two_batch_overlap", "enable_single_batch_overlap", "enable_pdmux", "elastic_ep_backend")
+# Options with which layers are computed twice, or two batches in turns. SGLang's checksum is of the pages in its cache,
+# not of a request's own.
+_OPTIONS = (
+    "enable_two_batch_overlap",
+    "enable_single_batch_overlap",
+    "enable_pdmux",
+    "elastic_ep_backend",
+    "disaggregation_enable_kv_checksum",
+)
+_STATES = frozenset({"mamba"})  # the others are sent from the pages in SGLang's cache, such as scales of KV elsewhere
 
 
 def install() -> None:
-    """Puts the hooks on SGLang's scheduler, once in a process; they do nothing while `pipeline` is off."""
+    """Puts the hooks on SGLang's scheduler, once in a process."""
     # The scheduler's module has been imported in a process that has a scheduler; importing it takes seconds.
     module = sys.modules.get("sglang.srt.managers.scheduler")
     if module is None or "_kvctl_pipelining" in vars(module.Scheduler):
@@ -58,9 +68,10 @@ def install() -> None:
 
     @functools.wraps(checkpoint)
     def checkpointed(scheduler: Any, req: Any) -> Any:
-        if not getattr(req.disagg_kv_sender, "passed", 0):  # also senders of other backends
+        kept = getattr(req.disagg_kv_sender, "kept", None)  # other backends' senders have none
+        if kept is None or not _can_split(scheduler, _states(req.disagg_kv_sender)):
             return checkpoint(scheduler, req)
-        with req.disagg_kv_sender.keeping_freed(scheduler.token_to_kv_pool_allocator):
+        with kept.keeping(scheduler.token_to_kv_pool_allocator):
             return checkpoint(scheduler, req)
 
     scheduler.run_batch, scheduler.checkpoint_disagg_prefill = pipelined, checkpointed
@@ -76,30 +87,29 @@ def forward_of(scheduler: Any, batch: Any) -> Forward | None:
     if not requests:
         return None
     fresh = [req for req in requests if req.disagg_kv_sender.groups is None]
-    agent = requests[0].disagg_kv_sender.kv_mgr.agent
     if fresh:
-        grouping = agent.layer_groups(
-            ForwardInfo(
-                tokens=tuple(max(0, len(req.origin_input_ids) - req.prefix_len) for req in fresh),
-                draft=not scheduler.spec_algorithm.is_none(),
-                split_forward=_can_split(scheduler),
-            )
+        sender = fresh[0].disagg_kv_sender
+        forward = ForwardInfo(
+            tokens=tuple(max(0, len(req.origin_input_ids) - req.prefix_len) for req in fresh),
+            draft=not scheduler.spec_algorithm.is_none(),
+            split_forward=_can_split(scheduler, _states(sender)),
         )
+        grouping = sender.kv_mgr.agent.layer_groups(forward)
         for req in fresh:
-            req.disagg_kv_sender.announce(grouping.groups)
-    shares = [share for req in requests if (share := _share_of(scheduler, req)) is not None]
-    if not shares:
+            req.disagg_kv_sender.announce(grouping.groups, forward.average_tokens)
+    of_requests = [each for req in requests if (each := _pages_of(scheduler, req)) is not None]
+    if not of_requests:
         return None
-    pages = _on_host([share.pages for share in shares])
+    pages = _on_host([each.pages for each in of_requests])
     offset = 0
-    for share in shares:
-        count = len(share.pages)
-        share.pages = pages[offset : offset + count]
+    for each in of_requests:
+        count = len(each.pages)
+        each.pages = pages[offset : offset + count]
         offset += count
-    return Forward(scheduler.tp_worker.model_runner.attn_backend, shares)
+    return Forward(scheduler.tp_worker.model_runner.attn_backend, of_requests)
 
 
-class _Share:
+class _RequestPages:
     """Pages of one request, whose sender is a `KvctlKVSender`, that a forward completes.
 
     Attributes:
@@ -128,35 +138,36 @@ class Forward:
 
     Args:
         backend: SGLang's attention backend, whose `forward` computes the attention of one layer.
-        shares: requests of the batch; at least one.
+        requests: pages of the requests of the batch; at least one.
     """
 
-    def __init__(self, backend: Any, shares: Sequence[_Share]) -> None:
+    def __init__(self, backend: Any, requests: Sequence[_RequestPages]) -> None:
         self._backend = backend
-        self._shares = shares
-        first, self._end = shares[0].groups[0].start, shares[0].groups[-1].stop
-        # SGLang numbers all layers of the model, the agent those with KV.
-        ids = shares[0].sender.kv_mgr.kv_args.kv_layer_ids or range(first, self._end)
+        self._requests = requests
+        first, self._end = requests[0].groups[0].start, requests[0].groups[-1].stop
+        # SGLang's numbers count all layers of the model, the agent's only those with KV.
+        ids = requests[0].sender.kv_mgr.kv_args.kv_layer_ids or range(first, self._end)
         self._numbers = dict(zip(ids, range(first, self._end), strict=False))
         self._next = first  # the layer that begins next
-        self._edges = sorted({group.stop for share in shares for group in share.groups}, reverse=True)
+        self._edges = sorted({group.stop for each in requests for group in each.groups}, reverse=True)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Puts a wrapper around `forward` of the attention backend, which tells what layer begins."""
+        """Puts a wrapper around `forward` of the attention backend that passes what is complete at each layer."""
         backend, compute = self._backend, self._backend.forward
 
         @functools.wraps(compute)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            layer = kwargs["layer"] if "layer" in kwargs else args[3]
-            attempt(lambda: self.begins(layer.layer_id), self._fail, logger)
+        def compute_layer(*args: Any, **kwargs: Any) -> Any:
+            layer = kwargs.get("layer", args[3] if len(args) > 3 else None)
+            number = getattr(layer, "layer_id", -1)
+            attempt(lambda: self.begins(number), self._fail, logger)
             result = compute(*args, **kwargs)
             if kwargs.get("save_kv_cache", args[5] if len(args) > 5 else True):
-                attempt(lambda: self.has_written(layer.layer_id), self._fail, logger)
+                attempt(lambda: self.has_written(number), self._fail, logger)
             return result
 
         own = "forward" in vars(backend)
-        backend.forward = watched
+        backend.forward = compute_layer
         try:
             yield
         finally:
@@ -166,7 +177,7 @@ class Forward:
                 del backend.forward
 
     def begins(self, layer_id: int) -> None:
-        """Passes the groups that are complete when a layer begins. Layers out of order tell nothing."""
+        """Passes the groups that are complete when a layer begins; ignores layers out of order."""
         layer = self._numbers.get(layer_id, -1)
         if layer == self._next:
             self._next += 1
@@ -182,27 +193,27 @@ class Forward:
         """Passes what is left after the forward, which runs on `stream`; None: on the current one."""
         if self._edges:
             attempt(lambda: self._pass_until(self._end, stream), self._fail, logger)
-        for share in self._shares:
-            share.end()
+        for each in self._requests:
+            each.end()
 
     def _pass_until(self, layer: int, stream: Any) -> None:
         event = None
-        if self._shares[0].sender.kv_mgr.on_gpu:
+        if self._requests[0].sender.kv_mgr.on_gpu:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream or torch.cuda.current_stream())
         while self._edges and self._edges[-1] <= layer:
             self._edges.pop()
-        for share in self._shares:
-            share.pass_until(layer, event)
+        for each in self._requests:
+            each.pass_until(layer, event)
 
     def _fail(self, cause: str) -> None:
         """Fails the requests of the batch; the forward goes on."""
         self._edges.clear()
-        for share in self._shares:
-            share.sender.fail(cause)
+        for each in self._requests:
+            each.sender.fail(cause)
 
 
-def _share_of(scheduler: Any, req: Any) -> _Share | None:
+def _pages_of(scheduler: Any, req: Any) -> _RequestPages | None:
     """Returns the pages of a request that are not passed yet and that the next forward completes; None without any."""
     sender, page_size = req.disagg_kv_sender, scheduler.token_to_kv_pool_allocator.page_size
     if not sender.groups:
@@ -214,7 +225,7 @@ def _share_of(scheduler: Any, req: Any) -> _Share | None:
     if first >= end:
         return None
     slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:end:page_size]
-    return _Share(sender, start, slots // page_size, last)
+    return _RequestPages(sender, start, slots // page_size, last)
 
 
 def _on_host(pages: Sequence[Any]) -> Any:
@@ -227,13 +238,19 @@ def _on_host(pages: Sequence[Any]) -> Any:
     return host
 
 
+def _states(sender: Any) -> tuple[str, ...]:
+    """Returns the kinds of per-request state of a sender's server."""
+    return tuple(kind.value for kind in sender.kv_mgr.kv_args.state_types)
+
+
 @functools.cache
-def _can_split(scheduler: Any) -> bool:
-    """Returns whether the layers of this server's forwards can be told apart; the log says once why they cannot."""
+def _can_split(scheduler: Any, states: tuple[str, ...]) -> bool:
+    """Returns whether this server's forwards can be passed in groups; if not, the log says once why."""
     allocator, cache = type(scheduler.token_to_kv_pool_allocator).__name__, type(scheduler.tree_cache).__name__
     obstacles = [option for option in _OPTIONS if getattr(scheduler.server_args, option, None)]
     obstacles += [allocator] if allocator not in _ALLOCATORS else []
     obstacles += [cache] if cache not in _CACHES else []
+    obstacles += [f"state {state}" for state in states if state not in _STATES]
     if obstacles:
         logger.warning("kvctl: layers are not pipelined on this server because of %s", ", ".join(obstacles))
     return not obstacles

@@ -167,7 +167,7 @@ class KvctlKVManager(CommonKVManager):
             cp_interleave=1,  # SGLang has a token on decode rank `token % dcp_size`
         ).start()
         scheduler_turns.watch(agent.note_turn)
-        if prefill:
+        if prefill and agent.settings["pipeline"] != "off":
             layer_pipelining.install()
         return agent
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 
 from kvctl_agent import Send
 from kvctl_agent.integrations.engine_agent import attempt
+from kvctl_agent.integrations.sglang.kept_pages import KeptPages
 from kvctl_agent.integrations.sglang.prompt_digests import announced_prompt
 
 logger = logging.getLogger("kvctl")
@@ -26,11 +26,13 @@ class KvctlKVSender(CommonKVSender):
     Attributes:
         groups: layer groups in which forwards are passed; empty for none, None before the first forward.
         passed: pages, counted from the end of the decode side's prefix, that were passed in layer groups.
+        kept: pages that SGLang has freed and that may still be read.
     """
 
     groups: Sequence[range] | None = None
     passed = 0
     _handle: Send | None = None
+    _finished = False  # whether all of the room was passed
     _listed = True  # whether the entries of the room in SGLang's tables are those of this request
     _refusal: str | None = None  # why the request failed without an entry there
     curr_idx: int  # pages sent so far, counted from the end of the decode side's prefix
@@ -42,7 +44,7 @@ class KvctlKVSender(CommonKVSender):
     ) -> None:
         """Begins to send the room; decode ranks may open it before or after."""
         self._refusal = mgr.refusal(bootstrap_room)
-        self._kept: list[tuple[Any, Any, int]] = []  # allocator, token slots, and position in the prompt
+        self.kept = KeptPages()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._prompt = announced_prompt()
         if self._refusal is not None:
@@ -94,8 +96,7 @@ class KvctlKVSender(CommonKVSender):
         self._record_transfer_indices(kv_indices, state_indices)
 
     def _send(self, handle: Send, kv_indices: Any, state_indices: Any) -> None:
-        if self._transfer_start_time is None:
-            self._transfer_start_time = time.perf_counter()
+        self._note_start()
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(kv_indices)
         last = self.curr_idx == self.num_kv_indices
         event, self._early_send_wait_event = self._early_send_wait_event, None
@@ -103,14 +104,20 @@ class KvctlKVSender(CommonKVSender):
             pages = _after(self._prefix_before(max(start, self.passed)), kv_indices[max(0, self.passed - start) :])
             handle.pages(pages, last=last, event=event)
         if last:
+            self._finished = True
             handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
 
-    def announce(self, groups: Sequence[range]) -> None:
-        """Sets the layer groups in which the room's forwards are passed, before the first one."""
+    def _note_start(self) -> None:
+        """Notes when the transfer begins, for SGLang's metrics."""
+        if self._transfer_start_time is None:
+            self._transfer_start_time = time.perf_counter()
+
+    def announce(self, groups: Sequence[range], tokens: float) -> None:
+        """Sets the layer groups in which the room's forwards are passed, before the first one; as `Send.prefetch`."""
         self.groups = groups
         if groups and self._handle is not None:
             handle = self._handle
-            attempt(lambda: handle.prefetch(groups), self.fail, logger)
+            attempt(lambda: handle.prefetch(groups, tokens), self.fail, logger)
 
     def pass_layers(self, group: range, start: int, pages: Any, last: bool, event: Any) -> None:
         """Passes pages of one layer group, before `send` gets them.
@@ -124,6 +131,7 @@ class KvctlKVSender(CommonKVSender):
         handle = self._handle
         if handle is None or not self.sends:
             return
+        self._note_start()
         sent = max(0, self.curr_idx - start)  # SGLang has sent a prefix that it had cached
         pages, prefix = pages[sent:], self._prefix_before(start + sent)
         indices = _after(prefix, pages) if event is None else partial(_after, prefix, pages)
@@ -142,44 +150,23 @@ class KvctlKVSender(CommonKVSender):
         if self._handle is not None:
             self._handle.abort(cause)
 
-    @contextmanager
-    def keeping_freed(self, allocator: Any) -> Iterator[None]:
-        """Keeps pages that SGLang frees inside the context, which may still be read, until it has ended the request.
-
-        Every rank of a server frees them in the same turn of its scheduler, whose decisions depend on free pages.
-        """
-
-        def keep(free_index: Any, *, start_pos: int) -> None:
-            if len(free_index):
-                self._kept.append((allocator, free_index.clone(), start_pos))
-
-        allocator.free_segment = keep
-        try:
-            yield
-        finally:
-            del allocator.free_segment
-
-    def _free_kept(self) -> None:
-        while self._kept:
-            allocator, indices, start = self._kept.pop(0)
-            allocator.free_segment(indices, start_pos=start)
-
     def clear(self) -> None:
-        self._free_kept()
+        self.kept.free()
         if self._listed:
             self._listed = False
             self.kv_mgr.end(self.bootstrap_room, self._handle)
             super().clear()
 
     def failure_exception(self) -> None:
-        self._free_kept()
+        self.kept.free()
         if self._refusal is not None:
             raise KVTransferError(self.bootstrap_room, self._refusal)
         super().failure_exception()
 
     def abort(self) -> None:
         """Aborts the room on every rank, at the request of SGLang's client."""
-        self._free_kept()
+        if not self._finished:  # else SGLang calls `failure_exception`, in a later turn
+            self.kept.free()
         if not self._listed:
             return
         super().abort()

@@ -83,7 +83,7 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-# What layer_pipelining hooks and calls beside these.
+# Interfaces that layer_pipelining hooks or calls.
 PIPELINING_INTERFACES: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.managers.scheduler:Scheduler.run_batch": ("self", "batch", "pp_proxy_tensors"),
     f"{_D}.prefill:SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill": ("self", "req"),

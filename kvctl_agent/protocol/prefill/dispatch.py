@@ -394,6 +394,7 @@ class Forwards:
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", text))
             return
         room.groups = room.computed.layer_groups(event.groups)
+        room.grouped_tokens = event.tokens
         room.prefetched = True
         room.recalled = False
         if not room.computed.given and not room.launched:  # otherwise the forward of a later chunk begins

@@ -519,6 +519,7 @@ class SendRooms:
         forwards = max(1, room.computed.forwards)
         self.context.actions.append(
             ev.Overlapped(
+                tokens=room.grouped_tokens,
                 pages=room.computed.given // forwards,
                 groups=len(room.groups),
                 compute_ns=(done - begun) // forwards,

@@ -496,6 +496,7 @@ class SendRoom:
     digest: int = 0  # of this prompt; 0: unknown
     prefetched: bool = False  # chunks may be cut and staging requested before their pages are ready
     groups: tuple[tuple[int, int], ...] = ()  # layer groups announced by the engine
+    grouped_tokens: float = 0.0  # average tokens of a request for which the groups were chosen
     deferred: list[SendPages] = field(default_factory=list)  # pages of an early stage that sends only at finish()
     launched: int = 0  # forwards running on the device, with pages to follow
     recalled: bool = False  # the engine has taken its pages back, and has not begun to pass them again

@@ -133,6 +133,20 @@ def test_transfers_that_slow_compute_down_by_half_may_still_pay() -> None:
     assert mean_cost(truth, chosen[40:]) < 0.75 * whole(truth, 1)
 
 
+def test_numbers_tried_before_a_slow_drift_are_tried_again_after_it() -> None:
+    tuner, noisy = GroupSizeTuner(Random(7)), Random(1)
+    for number in range(2400):
+        compute = min(200, 100 + number / 9) * MS
+        transfer = (5 if number < 900 else 150) * MS
+
+        def truth(n: int, compute: float = compute, transfer: float = transfer) -> tuple[float, float, float]:
+            return compute + 0.5 * MS * n, transfer, transfer / n
+
+        chosen = tuner.choose(TOKENS, 32)
+        tell(tuner, truth, chosen, 0.05, noisy)
+    assert chosen > 4
+
+
 class TestUntilEnoughIsKnown:
     def test_forwards_are_not_divided(self) -> None:
         pacer = GroupSizeTuner(Random(7))

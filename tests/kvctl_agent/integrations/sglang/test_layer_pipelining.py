@@ -23,15 +23,17 @@ class Sender:
     passed = curr_idx = 0
 
     def __init__(self, agent: Any, layer_ids: list[int] | None = None) -> None:
-        self.kv_mgr = SimpleNamespace(agent=agent, on_gpu=False, kv_args=SimpleNamespace(kv_layer_ids=layer_ids))
-        self.told: list[Any] = []
+        self.kv_mgr = SimpleNamespace(
+            agent=agent, on_gpu=False, kv_args=SimpleNamespace(kv_layer_ids=layer_ids, state_types=[])
+        )
+        self.received: list[Any] = []
         self.failed = ""
 
-    def announce(self, groups: Any) -> None:
-        self.groups = groups
+    def announce(self, groups: Any, tokens: float) -> None:
+        self.groups, self.tokens = groups, tokens
 
     def pass_layers(self, group: range, start: int, pages: Any, last: bool, event: None) -> None:
-        self.told.append((group, start, pages.tolist(), last))
+        self.received.append((group, start, pages.tolist(), last))
 
     def fail(self, cause: str) -> None:
         self.failed = cause
@@ -94,22 +96,22 @@ def scheduler() -> Scheduler:
 
 
 def groups(request: Any) -> list[range]:
-    return [told[0] for told in request.disagg_kv_sender.told]
+    return [pages[0] for pages in request.disagg_kv_sender.received]
 
 
 def test_a_group_is_passed_when_the_layer_after_it_begins(scheduler: Scheduler) -> None:
     request = scheduler.request(1, 40, 40)
     forward = scheduler.forward(request)
     with forward.watched():
-        seen = []
+        passed = []
         for layer in range(4, 9):
             scheduler.layer(layer)
-            seen.append(len(groups(request)))
-    assert seen == [0, 0, 1, 1, 3]  # the last one when the last layer has written its KV
+            passed.append(len(groups(request)))
+    assert passed == [0, 0, 1, 1, 3]  # the last one when the last layer has written its KV
     forward.end(None)
     assert groups(request) == list(GROUPS)
-    assert {told[1:2] + told[3:] for told in request.disagg_kv_sender.told} == {(0, True)}
-    assert [told[2] for told in request.disagg_kv_sender.told] == [[100, 101, 102]] * 3
+    assert {pages[1:2] + pages[3:] for pages in request.disagg_kv_sender.received} == {(0, True)}
+    assert [pages[2] for pages in request.disagg_kv_sender.received] == [[100, 101, 102]] * 3
     assert request.disagg_kv_sender.passed == 3
 
 
@@ -148,10 +150,10 @@ def test_layers_are_counted_where_not_all_have_kv(scheduler: Scheduler) -> None:
 def test_chunks_end_with_whole_pages_and_a_prefix_of_decode_is_not_passed(scheduler: Scheduler) -> None:
     request = scheduler.request(2, 100, 40, disagg_decode_prefix_len=16)
     scheduler.forward(request).end(None)
-    assert request.disagg_kv_sender.told[0] == (GROUPS[0], 0, [201], False)
+    assert request.disagg_kv_sender.received[0] == (GROUPS[0], 0, [201], False)
     request.extend_end, request.prefix_len = 100, 40
     scheduler.forward(request).end(None)
-    assert request.disagg_kv_sender.told[3] == (GROUPS[0], 1, [202, 203, 204, 205, 206], True)
+    assert request.disagg_kv_sender.received[3] == (GROUPS[0], 1, [202, 203, 204, 205, 206], True)
     assert len(scheduler.forwards) == 1, "the groups of a request are chosen once"
 
 
@@ -165,9 +167,10 @@ def test_pages_that_were_sent_are_not_passed_again(scheduler: Scheduler) -> None
 def test_requests_of_a_batch_have_their_own_pages(scheduler: Scheduler) -> None:
     requests = [scheduler.request(row, 16 * row, 16 * row) for row in (1, 2, 3)]
     scheduler.forward(*requests).end(None)
-    pages = [request.disagg_kv_sender.told[0][2] for request in requests]
+    pages = [request.disagg_kv_sender.received[0][2] for request in requests]
     assert pages == [[100], [200, 201], [300, 301, 302]]
     assert scheduler.forwards[0].tokens == (16, 32, 48)
+    assert {request.disagg_kv_sender.tokens for request in requests} == {32.0}
 
 
 def test_requests_without_a_room_are_left_to_sglang(scheduler: Scheduler) -> None:
@@ -183,6 +186,7 @@ def test_requests_without_a_room_are_left_to_sglang(scheduler: Scheduler) -> Non
         {"tree_cache": SimpleNamespace()},
         {"token_to_kv_pool_allocator": SimpleNamespace(page_size=PAGE)},
         {"server_args": SimpleNamespace(enable_two_batch_overlap=True)},
+        {"server_args": SimpleNamespace(disaggregation_enable_kv_checksum=True)},
     ],
 )
 def test_a_server_that_cannot_be_divided_says_so_once(
@@ -193,6 +197,27 @@ def test_a_server_that_cannot_be_divided_says_so_once(
         assert scheduler.forward(scheduler.request(1, 40, 40)) is None
     assert [forward.split_forward for forward in scheduler.forwards] == [False, False]
     assert caplog.text.count("layers are not pipelined on this server because of") == 1
+
+
+@pytest.mark.parametrize(("state", "divided"), [("mamba", True), ("block_scale", False), ("swa", False)])
+def test_state_that_is_sent_from_the_cache_of_sglang_is_not_mixed_with_kv_from_elsewhere(
+    scheduler: Scheduler, state: str, divided: bool
+) -> None:
+    request = scheduler.request(1, 40, 40)
+    request.disagg_kv_sender.kv_mgr.kv_args.state_types = [SimpleNamespace(value=state)]
+    assert (scheduler.forward(request) is not None) is divided
+
+
+@pytest.mark.parametrize("layer", [None, SimpleNamespace()])
+def test_calls_of_the_backend_for_something_else_pass(scheduler: Scheduler, layer: Any) -> None:
+    request = scheduler.request(1, 40, 40)
+    forward = scheduler.forward(request)
+    scheduler.backend.forward = lambda *args, **kwargs: 7  # type: ignore[method-assign]
+    with forward.watched():
+        assert scheduler.backend.forward(1) == 7
+        assert scheduler.backend.forward(1, layer=layer) == 7
+    forward.end(None)
+    assert (groups(request), request.disagg_kv_sender.failed) == (list(GROUPS), "")
 
 
 def test_an_error_fails_the_requests_and_the_forward_goes_on(scheduler: Scheduler) -> None:
