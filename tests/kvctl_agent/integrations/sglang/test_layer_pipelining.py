@@ -212,10 +212,11 @@ def test_state_that_is_sent_from_the_cache_of_sglang_is_not_mixed_with_kv_from_e
 def test_calls_of_the_backend_for_something_else_pass(scheduler: Scheduler, layer: Any) -> None:
     request = scheduler.request(1, 40, 40)
     forward = scheduler.forward(request)
-    scheduler.backend.forward = lambda *args, **kwargs: 7  # type: ignore[method-assign]
+    backend: Any = scheduler.backend
+    backend.forward = lambda *args, **kwargs: 7
     with forward.watched():
-        assert scheduler.backend.forward(1) == 7
-        assert scheduler.backend.forward(1, layer=layer) == 7
+        assert backend.forward(1) == 7
+        assert backend.forward(1, layer=layer) == 7
     forward.end(None)
     assert (groups(request), request.disagg_kv_sender.failed) == (list(GROUPS), "")
 
