@@ -74,8 +74,11 @@ def test_identical_prompts_at_once(pair: tuple[Prefill, Process], alone: Undivid
         check(pair, alone, [same, same, others[0], same, others[1], same, others[2], others[3]], threads=8)
 
 
-def test_aborts_while_layers_are_sent(pair: tuple[Prefill, Process], alone: Undivided) -> None:
-    """A request that is aborted fails on both servers, and nothing is left of it."""
+def test_aborts_while_layers_are_sent(servers: Servers, pair: tuple[Prefill, Process], alone: Undivided) -> None:
+    """A request that is aborted fails on both servers, and nothing is left of it.
+
+    SGLang ends a server that has lost a page when it is idle.
+    """
     prefill, decode = pair
     for number in range(8):
         message = prefill.request(prompt(5 * CHUNK_TOKENS + 7, seed=90 + number), 16) | {"rid": f"aborted-{number}"}
@@ -91,3 +94,4 @@ def test_aborts_while_layers_are_sent(pair: tuple[Prefill, Process], alone: Undi
             request(f"{server.url}/abort_request", json.dumps({"rid": f"aborted-{number}"}).encode())
         client.join()
     check(pair, alone, [prompt(length, seed=99) for length in LENGTHS])
+    assert rows(servers, "rooms") == []

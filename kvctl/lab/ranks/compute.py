@@ -187,7 +187,7 @@ class Forward:
             forward = ForwardInfo(tokens=(tokens,), attention_dp=self._attention_dp)
             groups = self._agent.layer_groups(forward).groups
             if chunk == 0 and not prefetched:
-                send.prefetch(groups)
+                send.prefetch(groups, tokens)
             last = chunk == chunks - 1
             layers = 0
             for group in groups:

@@ -265,7 +265,7 @@ class ConnectorWorker:
         groups = self.agent.layer_groups(forward).groups if divided else ()
         for each in computed:
             if send := self._sends.get(each.request):
-                self._attempt(send, partial(send.prefetch, groups))
+                self._attempt(send, partial(send.prefetch, groups, forward.average_tokens))
         return dict(self._pool.last_layers(groups, self._first_layer)) if groups else {"": None}
 
     def save_layer(self, name: str) -> None:
