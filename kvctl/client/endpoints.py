@@ -344,11 +344,17 @@ def agent_pid(socket: Path) -> int | None:
 
 
 def listener_pid(path: Path) -> int | None:
-    """Returns the id of the process that listens on a Unix socket; None if there is none or it is not visible."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
-        if client.connect_ex(os.fspath(path)) != 0:
-            return None
-        pid: int = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    """Returns the id of the process that listens on a Unix socket.
+
+    Returns None if there is none, it is not visible, or it cannot be asked: the path is too long for a socket, or this
+    process has no file descriptor left.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+            client.connect(os.fspath(path))
+            pid: int = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    except OSError:
+        return None
     return pid or None
 
 

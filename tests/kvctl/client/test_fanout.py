@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
+import os
+import resource
 import socket
 import threading
 import time
@@ -381,17 +383,26 @@ def test_silent_agents_leave_the_window_and_delay_nobody(
     assert all(reply.received_at_ns - replies[0].sent_at_ns < first for reply in replies[5:])
 
 
-def test_an_agent_that_cannot_be_reached_without_descriptors_is_at_fault(
-    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def probe(_: Path) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
+def test_a_silent_agent_is_reported_also_without_a_free_descriptor(socket_directory: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
 
-    monkeypatch.setattr(fanout_module, "probe", probe)
-    monkeypatch.setattr(fanout_module, "shortage", lambda wanted: "descriptors are short" if wanted == 1 else None)
-    with agent_at(socket_directory / "mute.sock", lambda frames: None) as endpoint:
-        (reply,) = ask(endpoint, HELLO, timeout_ns=FAST_NS)
-    assert reply.fault == Fault("mute", FaultCode.TIMEOUT, "was not reached: descriptors are short")
+    def take_all(frames: list[bytes]) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 16, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+
+    with agent_at(socket_directory / "mute.sock", take_all) as endpoint, Fanout() as fanout:
+        try:
+            (reply,) = fanout.ask([(endpoint, HELLO)], 500_000_000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for descriptor in taken:
+                os.close(descriptor)
+    assert reply.fault is not None
+    assert reply.fault.code is FaultCode.TIMEOUT
+    assert reply.fault.message.startswith("was not reached: 1 more file descriptors are needed and 0 are free")
 
 
 def test_connections_beyond_the_limit_are_opened_when_others_are_done(

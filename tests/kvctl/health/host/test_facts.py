@@ -394,6 +394,7 @@ class TestSilence:
     def test_the_process_behind_a_socket(self, hung: Survey, tmp_path: Path) -> None:
         assert listener_pid(tmp_path / "hung.sock") == os.getpid()
         assert listener_pid(tmp_path / "none.sock") is None
+        assert listener_pid(tmp_path / ("x" * 108)) is None
 
     @pytest.mark.parametrize(
         ("state", "served_by", "words", "remedy"),
