@@ -15,12 +15,16 @@ from typing import Any
 from kvctl_agent.host import resolver
 
 _PIECE_BYTES = 1 << 16
-_RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
+_RECENT_NS = 10_000_000_000  # for which the addresses of a host name are used again, not a failure
 _LOOK_UP_S = 0.005
 
 
+class LookupFailed(OSError):
+    """A host name has no address; the text names the host and the reason."""
+
+
 class AnswerTooLarge(Exception):
-    """The answer is larger than its limit, with its headers."""
+    """The answer and its headers exceed the limit."""
 
 
 def left_s(deadline_s: float) -> float:
@@ -32,11 +36,21 @@ def left_s(deadline_s: float) -> float:
 
 
 def connect(host: str, port: int, deadline_s: float) -> socket.socket:
-    """Connects to the first address of a host that accepts it before a monotonic deadline, or raises OSError."""
-    since_ns = time.monotonic_ns() - _RECENT_NS
-    while (found := resolver.find(host, since_ns)) is None:
+    """Connects to the first address of a host that accepts it before a monotonic deadline.
+
+    Raises:
+        LookupFailed: the host name has no address.
+        OSError: no address accepts the connection.
+        TimeoutError: the deadline has passed.
+    """
+    begun_ns = time.monotonic_ns()
+    found = resolver.find(host, begun_ns - _RECENT_NS)
+    if found is not None and not found.addresses:  # the name may have an address by now
+        found = resolver.find(host, begun_ns)
+    while found is None:
         time.sleep(min(_LOOK_UP_S, left_s(deadline_s)))
-    failure = OSError(found.error)
+        found = resolver.find(host, begun_ns)
+    failure: OSError = LookupFailed(found.error)
     for number, address in enumerate(found.addresses):
         try:
             return socket.create_connection((address, port), left_s(deadline_s) / (len(found.addresses) - number))
@@ -49,8 +63,9 @@ def exchange(connection: socket.socket, request: bytes, deadline_s: float, most_
     """Sends a request; returns status, headers and body of the answer. The caller closes the connection.
 
     Raises:
-        AnswerTooLarge, OSError, http.client.HTTPException: there is no answer, or none of HTTP.
-        TimeoutError: it is not there at the deadline.
+        AnswerTooLarge: the answer and its headers exceed `most_bytes`.
+        OSError, http.client.HTTPException: the connection failed or the answer is not HTTP.
+        TimeoutError: no complete answer before the deadline.
     """
     connection.settimeout(left_s(deadline_s))
     connection.sendall(request)

@@ -1,4 +1,4 @@
-"""Gets an engine's metrics over HTTP and parses them, with a limit on time, size and redirects.
+"""Gets an engine's metrics over HTTP and parses them, with a limit on time and size; follows no redirect.
 
 Of the text only the lines about engines are parsed, none of which is long, because the parser takes time in the square
 of their length.
@@ -22,7 +22,7 @@ from prometheus_client.parser import text_fd_to_metric_families
 from kvctl.client.faults import FaultCode
 from kvctl.client.metrics.names import ALIVE, ENGINES
 from kvctl_agent.contract.values import shown
-from kvctl_agent.host.http_client import AnswerTooLarge, connect, exchange, left_s
+from kvctl_agent.host.http_client import AnswerTooLarge, LookupFailed, connect, exchange, left_s
 
 MAX_BYTES = 16 << 20
 """Largest answer; a server of eight ranks has half a megabyte."""
@@ -105,6 +105,8 @@ def _get(url: SplitResult, deadline_ns: int) -> bytes:
     except HTTPException as error:
         text = f"its answer is not HTTP: {type(error).__name__}: {shown(str(error))}"
         raise ScrapeError(FaultCode.PROTOCOL, text) from None
+    except LookupFailed as error:
+        raise ScrapeError(FaultCode.UNREACHABLE, str(error)) from None
     except OSError as error:
         text = f"cannot connect: {error.strerror or error}; is the server running, with this host and port?"
         raise ScrapeError(FaultCode.UNREACHABLE, text) from None

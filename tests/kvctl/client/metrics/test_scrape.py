@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import socket
 import time
 
@@ -15,6 +16,7 @@ from kvctl.client.metrics import scrape as module
 from kvctl.client.metrics.scrape import ScrapeError, parse, scrape
 from tests.support.exporter import RECORDED, Exporter, recorded
 from tests.support.http_answers import serving
+from tests.support.names import Names
 
 S = 1_000_000_000
 FAR = 60 * S
@@ -99,6 +101,13 @@ def test_nobody_listens() -> None:
     with pytest.raises(ScrapeError, match="cannot connect") as caught:
         scrape(f"http://127.0.0.1:{port}/metrics", soon())
     assert caught.value.code is FaultCode.UNREACHABLE
+
+
+def test_a_host_that_cannot_be_looked_up_is_the_whole_message(names: Names) -> None:
+    with pytest.raises(ScrapeError) as caught:
+        scrape("http://unknown.test:80/metrics", soon())
+    assert caught.value.code is FaultCode.UNREACHABLE
+    assert re.fullmatch(r"host unknown\.test cannot be looked up: [^;?]+", str(caught.value))
 
 
 @pytest.mark.parametrize(
