@@ -9,6 +9,7 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from kvctl.lab.ranks.messages import Fatal
 _GRACE_S = 5.0
 _IDLE_S = 0.005
 _ATTENTIVE_S = 0.0002
+_PIECE_BYTES = 1 << 16
 
 
 def main() -> int:
@@ -60,12 +62,23 @@ def _send(answers: BinaryIO, kind: str, data: Any) -> None:
 
 def _read(inbox: queue.SimpleQueue[bytes], main_thread: threading.Thread) -> None:
     with contextlib.suppress(OSError):
-        for line in sys.stdin.buffer:
+        for line in _lines():
             faulthandler.dump_traceback_later(messages.SILENCE_S, exit=True)  # here: a command may take longer
             inbox.put(line)
     # The client has ended. This ends the process even if its main thread hangs in an engine.
     faulthandler.dump_traceback_later(_GRACE_S, exit=True)
     signal.pthread_kill(main_thread.ident or 0, signal.SIGTERM)
+
+
+def _lines() -> Iterator[bytes]:
+    """Yields the lines of the standard input.
+
+    They are read without `sys.stdin`: CPython aborts at exit if a daemon thread waits in a buffered reader.
+    """
+    rest = b""
+    while piece := os.read(0, _PIECE_BYTES):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
 
 
 def _ended(signum: int, frame: FrameType | None) -> None:
