@@ -78,7 +78,8 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
         if cuda:  # the plan limits rooms in flight to the GPUs' memory, and the time is limited
             chosen: Mapping[str, Any] = {**preset.options, "point_seconds": POINT_SECONDS}
         else:
-            chosen, note = in_host_memory(preset, given)
+            sets_lengths = not {"trace", "sessions"}.isdisjoint(given) or "tokens" in dict(options["sweep"])
+            chosen, note = in_host_memory(preset, {*given, "tokens"} if sets_lengths else given)
             notes += [note] if note else []
         defaults = {name: value for name, value in chosen.items() if name not in given}
         if "sweep" in defaults:

@@ -181,8 +181,8 @@ def in_host_memory(preset: Preset, given: Collection[str]) -> tuple[Options, str
     """Returns the preset's options for pools in host memory, and a note on those that are not as published.
 
     Args:
-        given: Names of the options on the command line, which replace the preset's. Heads are those of a model that is
-            given.
+        given: Names of the options that the command line sets, which replace the preset's. Heads are those of a model
+            that is given.
     """
     kept = {*given, *(("kv_heads", "head_dim") if {"model", "kind"} & {*given} else ())}
     changed = {name: value for name, value in preset.in_host_memory.items() if name not in kept}

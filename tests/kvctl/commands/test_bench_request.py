@@ -215,6 +215,19 @@ class TestPresets:
         (fleet,) = ask("--preset", "staging-sweep", "--sweep", "concurrency=1,3").waves[0].variants
         assert [load.concurrency for load in fleet.request.loads] == [1, 3]
 
+    @pytest.mark.parametrize(
+        ("args", "names_tokens"),
+        [("", True), ("--sweep concurrency=1,3", True), ("--sweep tokens=64,128", False), ("--sessions 2", False)],
+    )
+    def test_the_note_names_no_length_if_prompts_have_their_own(self, args: str, names_tokens: bool):
+        (note, *_) = ask("--preset", "staging-sweep", *args.split()).notes
+        sizes = "4 layers, 4 KV heads, 64 elements per head" + ", 256 tokens per prompt" * names_tokens
+        assert note == f"staging-sweep in host memory has {sizes}; options on the command line replace them"
+
+    def test_the_note_names_no_length_with_a_trace(self, trace: str):
+        (note, *_) = ask("--preset", "staging-sweep", "--trace", trace).notes
+        assert "elements per head; options on" in note
+
 
 class TestGpus:
     def test_pools_are_in_host_memory_unless_asked(self):
