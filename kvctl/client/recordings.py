@@ -266,7 +266,7 @@ def load(path: Path) -> SnapshotReader:
     with opened(path) as file:
         packed = _snapshots(file)
     if not packed:
-        raise CliError(f"{path}: it has no snapshot of a fleet: recordings of kvctl 0.1 for kvctl replay have none")
+        raise CliError(f"{path}: it has no snapshot of a fleet: record one with kvctl record")
     return SnapshotReader(path, packed)
 
 

@@ -183,7 +183,7 @@ def _no_snapshot(data: bytes) -> bytes:
         (lambda data: data[:300] + b"\0" + data[301:], 1, "it is damaged"),
         (_newer_file, 6, "version 9, this kvctl reads version 1"),
         (_newer_moment, 6, "snapshots have version 3, this kvctl reads version 2"),
-        (_no_snapshot, 1, "it has no snapshot of a fleet"),
+        (_no_snapshot, 1, "it has no snapshot of a fleet: record one with kvctl record\n"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_told_in_one_line(
