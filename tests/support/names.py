@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Names:
-    """What names are known; `getaddrinfo` waits for those that are silent until `answer_all`. IPv4 addresses are known."""
+    """What names are known; `getaddrinfo` waits for those that are silent until `answer_all`."""
 
     def __init__(self) -> None:
         self.known: dict[str, list[str]] = {}
