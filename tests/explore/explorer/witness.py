@@ -64,14 +64,12 @@ class Witness(Oracle):  # type: ignore[misc]
         return False
 
     def called(self, name: str, event: ev.Event) -> None:
+        super().called(name, event)
         if isinstance(event, ev.SendRoom):
             life = name, event.room
             self.sent[life] = RoomState.BOOTSTRAPPING
-            self.sent_released.discard(life)
             self.finished.discard(life)
             self.computed = {entry for entry in self.computed if entry[:2] != life}
-        else:
-            super().called(name, event)
 
     def killed(self, name: str) -> None:
         """A process has ended; its writes in flight may still land."""

@@ -9,20 +9,27 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvctl_agent.contract.choices import BULK, STAGED
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
+from kvctl_agent.protocol.decode.landing import Grants
 from kvctl_agent.protocol.decode.rooms import RecvRoom
 from kvctl_agent.protocol.peer import CancelToken, Peer, Timing
-from kvctl_agent.protocol.prefill.send_room import ComputedPages, PeerTransfer
+from kvctl_agent.protocol.prefill.dispatch import Dispatch
+from kvctl_agent.protocol.prefill.send_room import ComputedPages, PeerTransfer, SendRoom
 from kvctl_agent.protocol.ring import Position, Region, Ring, RingGate
+from tests.support.protocol.invariants import Broken
+from tests.support.protocol.moments import asked, compute, give, granted
 from tests.support.protocol.scenarios import open_and_compute, preempt, reopen, world
 from tests.support.protocol.simulation import SECOND, TIMING, World, registry
 
@@ -239,9 +246,36 @@ def free_next(ring: Ring, serial: int) -> bool:
     return moved
 
 
+queue, on_staging_request = Dispatch._queue, Grants.on_staging_request
+
+
+def queue_without_a_grant(dispatch: Any, transfer: Any, part: Any, path: str, *rest: Any) -> None:
+    if path == STAGED:
+        part.grant, rest = None, rest[:-1]
+    queue(dispatch, transfer, part, path, *rest)
+
+
+def queue_on_another_path(dispatch: Any, transfer: Any, part: Any, path: str, *rest: Any) -> None:
+    queue(dispatch, transfer, part, BULK, *rest)
+
+
+def grant_to_a_failed_room(grants: Any, peer: Peer, message: msg.StagingRequest) -> None:
+    room = grants.state.rooms.get(message.room)
+    if room is None or room.failure is None:
+        on_staging_request(grants, peer, message)
+        return
+    failure, room.failure = room.failure, None
+    on_staging_request(grants, peer, message)
+    room.failure = failure
+
+
 @pytest.mark.parametrize(
     ("of", "name", "instead", "complaint"),
     [
+        (Dispatch, "_queue", queue_without_a_grant, "on path staged without a grant"),
+        (Dispatch, "_queue", queue_on_another_path, "on path bulk with a grant"),
+        (SendRoom, "released", property(lambda room: False, lambda room, released: None), "releases room .* twice"),
+        (Grants, "on_staging_request", grant_to_a_failed_room, "grants regions to .*, which is not open"),
         (RecvRoom, "complete", property(lambda room: room.missing == 0), "succeeds, but (the aux row|state)"),
         (RingGate, "open", lambda gate, round_, end: True, "which the watermark .* has not passed"),
         (Peer, "may_post", lambda peer, now_ns: peer.usable, "which it has not heard of lately"),
@@ -271,3 +305,16 @@ def test_the_oracle_sees_a_machine_that_forgets_a_rule(
     monkeypatch.setattr(of, name, instead)
     with pytest.raises(AssertionError, match=complaint):
         list(map(harmed, range(200)))
+
+
+@pytest.mark.parametrize("message", [msg.RoomDrained(7, 1000), msg.StagingRevoked(7, 1000, 1)])
+def test_the_oracle_sees_a_report_of_no_writes_while_one_is_queued(message: msg.Message) -> None:
+    world = asked(1)
+    give(world, granted(world))
+    compute(world, 1)
+    (write,) = world.queued()
+    assert world.flying == []
+    with pytest.raises(Broken, match=r"while writer 0 chunk 0 .* is queued"):
+        world.messages.sent(world.p(), ev.Send("decode-0", message), world)
+    write.order.cancel.cancelled = True
+    world.messages.sent(world.p(), ev.Send("decode-0", message), world)

@@ -1,6 +1,7 @@
 """What the ranks of a simulated world tell each other: acceptances, grants, watermarks, revocations, drained rooms.
 
-The expected state is computed from the messages alone; of a machine only the number of its live grants is read.
+The expected state is computed from the messages and the calls of the engines. Of a machine only the number of its live
+grants and the oldest of them are read, to see whether a grant is of an empty ring.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from kvctl_agent.contract.choices import STAGED
+from kvctl_agent.contract.states import RoomState
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.decode import DecodeMachine
@@ -17,7 +20,7 @@ from kvctl_agent.protocol.tag import Tag
 from tests.support.protocol.invariants import Broken, ExpectedRoom
 
 if TYPE_CHECKING:
-    from tests.support.protocol.oracle import Write
+    from tests.support.protocol.simulation import World
 
 _Process = tuple[str, int]  # name and incarnation of an agent
 _Room = tuple[str, int, int]  # decode rank, room, nonce
@@ -49,38 +52,37 @@ class MessageChecks:
             room = name, event.message.room, event.message.nonce
             self._accepted.setdefault(room, set()).add(event.peer)
 
-    def sent(self, machine: Any, action: ev.Send, flying: Iterable[Write]) -> None:
-        """Checks a message; `flying` are the writes in flight of all agents."""
+    def sent(self, machine: Any, action: ev.Send, world: World) -> None:
+        """Checks a message against the open rooms and the writes of a world."""
         name, message = machine.local.name, action.message
         match message:
             case msg.RoomOpen():
                 self._opened.setdefault((name, message.room, message.nonce), set()).add(action.peer)
             case msg.StagingGrants():
-                self._grant(machine, action.peer, message)
+                self._grant(machine, action.peer, message, world.rooms.get((name, message.room, message.nonce)))
             case msg.Watermark():
                 self._move_watermark(machine, (message.round, message.tail, message.sequence))
             case msg.Heartbeat() if isinstance(machine, DecodeMachine):
                 self._move_watermark(machine, message.watermark)
             case msg.RoomDrained():
-                self._check_not_flying(name, action.peer, message, flying)
+                self._check_not_written(name, action.peer, message, world)
             case msg.StagingRevoked():
-                self._check_not_flying(name, action.peer, message, flying)
+                self._check_not_written(name, action.peer, message, world)
                 writer = name, message.room, message.nonce
                 for (reader, _), ring in self._rings.items():
                     if reader == action.peer and ring.grants.get(message.serial, ())[:3] == writer:
                         ring.revoked.add(message.serial)
 
     @staticmethod
-    def _check_not_flying(
-        name: str, reader: str, message: msg.RoomDrained | msg.StagingRevoked, flying: Iterable[Write]
-    ) -> None:
-        """Checks that no write is in flight to the room, or the region, that a writer will not write any more."""
+    def _check_not_written(name: str, reader: str, message: msg.RoomDrained | msg.StagingRevoked, world: World) -> None:
+        """Checks that no write goes to the room, or the region, that a writer will not write any more."""
         serial = message.serial if isinstance(message, msg.StagingRevoked) else None
-        for writer, _, order in flying:
+        writes = [(write, "in flight") for write in world.flying] + [(write, "queued") for write in world.queued()]
+        for (writer, _, order), state in writes:
             mine = writer == name and (order.peer, order.room, order.nonce) == (reader, message.room, message.nonce)
             if mine and (serial is None or (order.grant is not None and order.grant.serial == serial)):
                 what = "drained" if serial is None else f"serial {serial} as revoked"
-                raise Broken(f"{name} reports room {message.room} {what} while {order.key} is in flight")
+                raise Broken(f"{name} reports room {message.room} {what} while {order.key} is {state}")
 
     def ordered(self, name: str, order: ev.Transfer, now_ns: int) -> None:
         """Checks that a part goes to a peer that was heard lately, and into a region that its writer may write."""
@@ -88,7 +90,10 @@ class MessageChecks:
         part = f"{name} orders {order.key} of room {order.room} to {order.peer}"
         if now_ns - self._heard_ns.get((name, reader), -1 << 62) > self._timing.lease_ns:
             raise Broken(f"{part}, which it has not heard of lately")
-        if (grant := order.grant) is None:
+        grant = order.grant
+        if (order.path == STAGED) != (grant is not None):
+            raise Broken(f"{part} on path {order.path} {'without' if grant is None else 'with'} a grant")
+        if grant is None:
             return
         ring = self._rings.get(reader, _Ring())
         if ring.grants.get(grant.serial) != (name, order.room, order.nonce, grant):
@@ -104,8 +109,12 @@ class MessageChecks:
         if silent := self._opened.get(key, set()) - self._accepted.get(key, set()):
             raise Broken(f"room {room.room} succeeds at {name}, and {min(silent)} has not accepted it")
 
-    def _grant(self, machine: DecodeMachine, writer: str, message: msg.StagingGrants) -> None:
+    def _grant(
+        self, machine: DecodeMachine, writer: str, message: msg.StagingGrants, room: ExpectedRoom | None
+    ) -> None:
         """Checks grants that are sent, or sent again, to one writer of a room."""
+        if room is None or room.released or room.state is RoomState.FAILED:
+            raise Broken(f"{machine.local.name} grants regions to {writer} for room {message.room}, which is not open")
         ring = self._ring(machine)
         name, size, latest = machine.local.name, machine.local.ring_bytes, max(ring.grants, default=0)
         for grant in message.grants:

@@ -144,6 +144,8 @@ class Oracle:
             self.finished.discard((name, event.room))
             if not self.sent.get((name, event.room), RoomState.SUCCESS).finished:
                 self.recalling.add((name, event.room))
+        elif isinstance(event, ev.SendRoom):
+            self.sent_released.discard((name, event.room))
         elif isinstance(event, ev.Finish):
             self.finished.add((name, event.room))
         elif isinstance(event, ev.SendPages):
@@ -326,6 +328,8 @@ class Oracle:
 
     def released(self, name: str, number: int) -> None:
         if place_of(name).role == "prefill":
+            if (name, number) in self.sent_released:
+                raise Broken(f"{name} releases room {number} twice")
             self.sent_released.add((name, number))
             for write in self.flying:
                 if write.writer == name and write.order.room == number:

@@ -410,7 +410,7 @@ class World(Oracle):  # type: ignore[misc]
     def _act(self, name: str, action: ev.Action) -> None:
         if isinstance(action, ev.Send):
             self.counts[type(action.message).__name__] += 1
-            self.messages.sent(self.machines[name], action, self.flying)
+            self.messages.sent(self.machines[name], action, self)
             frame = codec.encode(self.machines[name].local.incarnation, [action.message])
             self.pool.append(Item("message", action.peer, name, frame))
         elif isinstance(action, ev.ConnectPeer):
@@ -436,6 +436,11 @@ class World(Oracle):  # type: ignore[misc]
         elif isinstance(action, ev.Recalled):
             self.recalled(name, action.room)
             self.recalls[name, action.room] = action.serial
+
+    def queued(self) -> list[Write]:
+        """Returns the writes that are ordered and have not begun, except those that are cancelled."""
+        orders = [item.what for item in self.pool if item.kind == "begin"]
+        return [write for write in orders if not write.order.cancel.dropped]
 
     # ---- the transfer engine --------------------------------------------------------------------------------------
 
