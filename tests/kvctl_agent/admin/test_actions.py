@@ -178,6 +178,17 @@ class TestRelease:
         assert desk.refusal(fleet.decode[0], "release", room="7")[0] == "unknown-room"
 
 
+class TestForget:
+    def test_a_peer_that_is_unknown_or_ready(self, fleet: Any, desk: Desk) -> None:
+        decode = fleet.decode[0]
+        done = desk.done(decode, "forget", peer="nobody")
+        assert (done["subject"], done["result"]) == ("peer nobody", "unchanged")
+        until(lambda: decode.machine.is_ready("prefill-0"))
+        code, text = desk.refusal(decode, "forget", peer="prefill-0")
+        assert code == "refused"
+        assert text.startswith("prefill-0 is ready, heard ")
+
+
 class TestDrain:
     def test_what_is_in_flight_goes_on_and_nothing_new_begins_until_it_is_resumed(self, fleet: Any, desk: Desk) -> None:
         room = asked(fleet, 7)
