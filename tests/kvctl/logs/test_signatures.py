@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvctl.health.finding import Severity
-from kvctl.logs.signatures import signatures
+from kvctl.logs.scan import Scan
+from kvctl.logs.signatures import Signature, signatures
 
 LINES = tomllib.loads((Path(__file__).parent / "lines.toml").read_text())
 
@@ -22,8 +26,9 @@ def test_every_signature_has_a_line() -> None:
 
 @pytest.mark.parametrize("code", LINES)
 def test_a_line_matches_its_signature_alone(code: str) -> None:
-    line = LINES[code].encode()
-    assert [signature.code for signature in signatures() if signature.pattern.search(line)] == [code]
+    scan = Scan(signatures())
+    scan.read("a.log", io.BufferedReader(io.BytesIO(LINES[code].encode())))
+    assert [match.signature.code for match in scan.found()] == [code]
 
 
 def test_what_they_tell() -> None:
@@ -43,10 +48,11 @@ def test_patterns_stay_within_a_line() -> None:
             assert found is None or b"\n" not in found[0]
 
 
-def test_literals_are_those_of_the_pattern() -> None:
-    for signature in signatures():
-        plain = re.sub(rb"\\(\W)", rb"\1", signature.pattern.pattern)
-        assert signature.literals
-        for literal in signature.literals:
-            assert len(literal) > 8
-            assert literal in plain, signature.code
+@pytest.mark.parametrize("signature", signatures(), ids=lambda signature: signature.code)
+@given(data=st.data())
+@settings(max_examples=30)
+def test_whatever_a_pattern_matches_has_a_literal(signature: Signature, data: st.DataObject) -> None:
+    """Of every alternative, and without optional groups: `Scan` searches no block without a literal."""
+    assert min(map(len, signature.literals)) > 8
+    found = data.draw(st.from_regex(signature.pattern, fullmatch=True))
+    assert any(literal in found for literal in signature.literals)
