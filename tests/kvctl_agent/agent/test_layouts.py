@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,6 +26,7 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.protocol.events import Overlapped
 from kvctl_agent.rank import Rank
 from kvctl_agent.runtime.handles import Receive, Send
+from tests.support.polling import until
 
 POISON = 0xDB
 PAGE_SIZE, PAGES, CHUNK = 4, 64, 16
@@ -298,6 +300,29 @@ class TestLayerGroups:
             for reason in ("few-tokens", "formula", "override", "off")
         }
         assert counted == {"few-tokens": 1, "formula": 1, "override": 1, "off": 1}
+
+    def test_auto_learns_for_the_prompts_for_which_groups_were_chosen(self, make: Make) -> None:
+        """A prompt that is computed in several chunks is as long as when its groups were chosen."""
+        fleet = make(ParallelConfig(), ParallelConfig(), pipeline="auto", pipeline_min_tokens=16)
+        (agent,) = fleet.prefill[0].agents
+        prompt, learnt = ForwardInfo((4096,)), []
+        agent.parts.control.executors[Overlapped] = learnt.append
+        receives = fleet.receive(5, DST)
+        send = agent.send(5)
+        grouping = agent.layer_groups(prompt)
+        assert (grouping.reason, len(grouping.groups)) == ("one-group", 1)
+        send.prefetch(grouping.groups, prompt.average_tokens)
+        for first, end in ((0, 6), (6, len(SRC))):
+            send.layers(grouping.groups[0], SRC[first:end], last=end == len(SRC))
+        send.finish(aux_index=0)
+        assert ended(receives) == {RoomState.SUCCESS}
+        until(lambda: learnt, "the room is not measured", 60)
+        assert (learnt[0].tokens, learnt[0].groups) == (4096.0, 1)
+        for _ in range(3):
+            ms = 1_000_000
+            times = {"compute_ns": 200 * ms, "transfer_ns": 190 * ms, "exposed_ns": 190 * ms}
+            agent.parts.pipelining.learn(msgspec.structs.replace(learnt[0], **times))
+        assert "measured" in {agent.layer_groups(prompt).reason for _ in range(60)}
 
     def test_measured_learns_from_rooms_that_were_sent_in_groups(self, make: Make) -> None:
         fleet = make(ParallelConfig(), ParallelConfig(), pipeline="auto", pipeline_min_tokens=16)
