@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from kvctl_agent.admin.publisher import DocumentPublisher
-from kvctl_agent.integrations.observe.hooks import put
+from kvctl_agent.integrations.observe.hooks import add_hooks
 from kvctl_agent.integrations.sglang.observe import hooks
 from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.manager_state import RankShape
@@ -90,9 +90,9 @@ class Calls:
         self.turn: Callable[[], None] = lambda: None
         self.note_call: Callable[[int], None] = lambda call: None
         if directory is not None:
-            put(manager, hooks.MANAGER)
-            put(queue, hooks.QUEUE)
-            put(end, hooks.SENDER if role == "prefill" else hooks.RECEIVER)
+            add_hooks(manager, hooks.MANAGER)
+            add_hooks(queue, hooks.QUEUE)
+            add_hooks(end, hooks.SENDER if role == "prefill" else hooks.RECEIVER)
             events = EventQueue()
             setattr(self.manager, hooks.EVENTS, events)
             region = RegionWriter(Header.of_this_process(role, "me"), directory / f"{role}.region")

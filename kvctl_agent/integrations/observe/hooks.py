@@ -29,7 +29,7 @@ def before(target: type, method: str, hook: Hook) -> bool:
 
     A method that is inherited with the hook stays as it is. Returns False for a class without the method.
     """
-    return _put(target, method, hook, _calling_before)
+    return _add(target, method, hook, _calling_before)
 
 
 def after(target: type, method: str, hook: Hook) -> bool:
@@ -37,15 +37,15 @@ def after(target: type, method: str, hook: Hook) -> bool:
 
     The method may be a coroutine function.
     """
-    return _put(target, method, hook, _calling_after)
+    return _add(target, method, hook, _calling_after)
 
 
-def put(target: type, hooks: Hooks) -> list[str]:
-    """Puts hooks on a class; returns the methods that it does not have."""
+def add_hooks(target: type, hooks: Hooks) -> list[str]:
+    """Adds hooks to the methods of a class; returns the methods that it does not have."""
     return [f"{target.__name__}.{method}" for place, method, hook in hooks if not place(target, method, hook)]
 
 
-def _put(target: type, method: str, hook: Hook, calling: Callable[[Method, Hook], Method]) -> bool:
+def _add(target: type, method: str, hook: Hook, calling: Callable[[Method, Hook], Method]) -> bool:
     original = getattr(target, method, None)
     if original is None:
         return False

@@ -12,7 +12,7 @@ from typing import Any
 from kvctl_agent import rank_name
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.integrations.observe.hooks import before, put
+from kvctl_agent.integrations.observe.hooks import add_hooks, before
 from kvctl_agent.integrations.observe.observer import ObservedRank, Observer, Watched
 from kvctl_agent.integrations.sglang import scheduler_turns, versions
 from kvctl_agent.integrations.sglang.observe import hooks
@@ -73,10 +73,10 @@ def _hook_manager(manager_class: Any) -> None:
     from sglang.srt.disaggregation.common.staging_handler import DecodeStagingHandler, PrefillStagingStrategy
     from sglang.srt.disaggregation.common.utils import FastQueue
 
-    put(FastQueue, hooks.QUEUE)
-    put(PrefillStagingStrategy, hooks.STRATEGY)
-    put(DecodeStagingHandler, hooks.HANDLER)
-    put(manager_class, hooks.MANAGER)
+    add_hooks(FastQueue, hooks.QUEUE)
+    add_hooks(PrefillStagingStrategy, hooks.STRATEGY)
+    add_hooks(DecodeStagingHandler, hooks.HANDLER)
+    add_hooks(manager_class, hooks.MANAGER)
     construct = manager_class.__init__
 
     @functools.wraps(construct)
@@ -104,8 +104,8 @@ def _stop(manager: Any) -> None:
 
 _HOOKS: dict[str, Callable[[Any], object]] = {
     "manager": _hook_manager,
-    "sender": partial(put, hooks=hooks.SENDER),
-    "receiver": partial(put, hooks=hooks.RECEIVER),
+    "sender": partial(add_hooks, hooks=hooks.SENDER),
+    "receiver": partial(add_hooks, hooks=hooks.RECEIVER),
 }
 
 

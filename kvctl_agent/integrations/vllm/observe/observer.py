@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvctl_agent import rank_name
 from kvctl_agent.contract.snapshots import ConfigRow, PeerRow, Role
 from kvctl_agent.integrations.observe.documents import peer_row, setting, unpredicted, variable_origin, with_rows
-from kvctl_agent.integrations.observe.hooks import Hooks, after, before, put
+from kvctl_agent.integrations.observe.hooks import Hooks, add_hooks, after, before
 from kvctl_agent.integrations.observe.observer import ObservedRank, Observer, Watched
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.observe import hooks, mooncake
@@ -72,15 +72,15 @@ def observe(connector: Any) -> None:
         return
     connector_hooks = hooks if nixl else mooncake
     if scheduler is not None:
-        missing += put(type(scheduler), (*SCHEDULER, *connector_hooks.SCHEDULER))
+        missing += add_hooks(type(scheduler), (*SCHEDULER, *connector_hooks.SCHEDULER))
     if worker is not None:
         watch = Watch(worker, push, partial(_begin_by_request, worker))
         setattr(worker, WATCH, watch)
-        missing += put(type(worker), (*WORKER, *connector_hooks.WORKER))
+        missing += add_hooks(type(worker), (*WORKER, *connector_hooks.WORKER))
         if nixl:
             setattr(worker.nixl_wrapper, WATCH, watch)
-            missing += put(type(worker), hooks.PUSH if push else hooks.PULL)
-            missing += put(type(worker.nixl_wrapper), hooks.AGENT)
+            missing += add_hooks(type(worker), hooks.PUSH if push else hooks.PULL)
+            missing += add_hooks(type(worker.nixl_wrapper), hooks.AGENT)
     if missing:
         logger.warning("kvctl: vLLM %s has no %s: what they do is not shown", versions.installed(), ", ".join(missing))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvctl_agent.integrations.observe.hooks import put
+from kvctl_agent.integrations.observe.hooks import add_hooks
 from kvctl_agent.integrations.sglang.observe import hooks
 from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker
@@ -73,9 +73,9 @@ REQUEST = SimpleNamespace(room=7, endpoint="10.0.0.2", dst_port=5)
 def hooked() -> tuple[Any, Any, Any]:
     """Own classes of manager, strategy and queue with hooks."""
     manager, strategy, queue = (type(each.__name__, (each,), {}) for each in (Manager, Strategy, Queue))
-    put(manager, hooks.MANAGER)
-    put(queue, hooks.QUEUE)
-    put(strategy, hooks.STRATEGY)
+    add_hooks(manager, hooks.MANAGER)
+    add_hooks(queue, hooks.QUEUE)
+    add_hooks(strategy, hooks.STRATEGY)
     return manager, strategy, queue
 
 
