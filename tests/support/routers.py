@@ -41,7 +41,7 @@ def router(*addresses: str, answer: Answer) -> Iterator[str]:
         context.term()
 
 
-def said(frames: list[bytes], data: Any) -> list[bytes]:
+def answer_with(frames: list[bytes], data: Any) -> list[bytes]:
     """Answers a request."""
     return [b"KVA1", frames[1], orjson.dumps({"ok": True, "data": data})]
 

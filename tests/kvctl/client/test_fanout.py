@@ -23,7 +23,7 @@ from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl_agent.contract.admin import RELAY_SOCKET
 from tests.support.names import Names
-from tests.support.routers import Answer, refused, router, said
+from tests.support.routers import Answer, answer_with, refused, router
 
 HELLO = Call("hello")
 FAST_NS = 150_000_000
@@ -52,7 +52,7 @@ def test_a_silent_host_name_delays_nobody_and_is_named(names: Names, tmp_path: P
     names.known["agent.test"] = ["127.0.0.1"]
     hosts = ["slow.test", "127.0.0.1", "agent.test", "unknown.test"]
     begun = time.monotonic()
-    with router("tcp://127.0.0.1:*", answer=lambda frames: said(frames, 1)) as address, Fanout(None) as fanout:
+    with router("tcp://127.0.0.1:*", answer=lambda frames: answer_with(frames, 1)) as address, Fanout(None) as fanout:
         port = address.rpartition(":")[2]
         endpoints = [Endpoint(host, None, remote=f"tcp://{host}:{port}") for host in hosts]
         slow, *quick, unknown = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], 1_000_000_000)
@@ -151,7 +151,7 @@ def test_a_late_reply_is_not_taken_for_a_later_one(socket_directory: Path) -> No
             return None
         first, held[:] = held[0], [[]]
         # The old request's answer comes before the new one's would; the new one is never answered.
-        return said(first, "old")
+        return answer_with(first, "old")
 
     with agent_at(socket_directory / "late.sock", late_once) as endpoint, Fanout() as fanout:
         assert fanout.ask([(endpoint, HELLO)], FAST_NS)[0].fault is not None
@@ -210,7 +210,7 @@ def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:
     """One ROUTER with 256 names, for each of which the client opens a connection."""
     endpoints = [Endpoint(f"a{number}", socket_directory / f"a{number}.sock") for number in range(256)]
     addresses = [endpoint.address for endpoint in endpoints]
-    with router(*addresses, answer=lambda frames: said(frames, {})), Fanout() as fanout:
+    with router(*addresses, answer=lambda frames: answer_with(frames, {})), Fanout() as fanout:
         replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], LONG_NS)
     assert [reply.endpoint for reply in replies if reply.fault is None] == endpoints
 
@@ -224,10 +224,10 @@ class TestObserver:
             name = frames[3]
             asked.append(name)
             if not name:
-                return said(frames, names)
+                return answer_with(frames, names)
             if name == b"ended":
                 return refused(frames, "unknown-agent", "no such agent")
-            return said(frames, name.decode())
+            return answer_with(frames, name.decode())
 
         return answer
 
@@ -249,7 +249,7 @@ class TestObserver:
         relay = agent_at(socket_directory / RELAY_SOCKET, self.observer(["ended", "other"], asked))
         with (
             relay,
-            agent_at(socket_directory / "ended.sock", lambda frames: said(frames, "itself")) as ended,
+            agent_at(socket_directory / "ended.sock", lambda frames: answer_with(frames, "itself")) as ended,
             Fanout() as fanout,
         ):
             fanout.use_observer(socket_directory, LONG_NS)
@@ -264,14 +264,14 @@ class TestObserver:
 
         def relay(frames: list[bytes]) -> list[bytes]:
             if not frames[3]:
-                return said(frames, ["a0"])
+                return answer_with(frames, ["a0"])
             if orjson.loads(frames[2])["cmd"] == "drain":
-                return said(frames, "drained")
+                return answer_with(frames, "drained")
             return refused(frames, "unknown-agent", "no a0")
 
         def itself(frames: list[bytes]) -> list[bytes]:
             asked.append(orjson.loads(frames[2])["cmd"])
-            return said(frames, "itself")
+            return answer_with(frames, "itself")
 
         asked: list[str] = []
         observer, agent = (
@@ -314,7 +314,7 @@ class TestObserver:
         def relay(frames: list[bytes]) -> list[bytes]:
             if not frames[3]:
                 names = [f"agent-{number}" for number in range(8)]
-                return said(frames, names)
+                return answer_with(frames, names)
             return refused(frames, "unknown-agent", "")
 
         monkeypatch.setattr(Fanout, "_connections_allowed", allowed)
@@ -345,7 +345,7 @@ class TestObserver:
 
     def test_one_whose_socket_is_gone_is_at_fault_before_the_time_limit(self, socket_directory: Path) -> None:
         def silent(frames: list[bytes]) -> list[bytes] | None:
-            return None if frames[3] else said(frames, ["a0"])
+            return None if frames[3] else answer_with(frames, ["a0"])
 
         with agent_at(socket_directory / RELAY_SOCKET, silent), Fanout() as fanout:
             fanout.use_observer(socket_directory, LONG_NS)
@@ -355,7 +355,7 @@ class TestObserver:
     def test_without_one_there_are_no_names(self, socket_directory: Path) -> None:
         with Fanout() as fanout:
             assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
-            with agent_at(socket_directory / RELAY_SOCKET, lambda frames: said(frames, 5)):
+            with agent_at(socket_directory / RELAY_SOCKET, lambda frames: answer_with(frames, 5)):
                 assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
             assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
 
@@ -366,7 +366,7 @@ def mixed_agents(directory: Path, answering: int, silent: int) -> Iterator[list[
 
     with ExitStack() as stack:
         names: list[tuple[str, Any]] = [*((f"silent-{number}", lambda frames: None) for number in range(silent))]
-        names += [(f"agent-{number}", lambda frames: said(frames, {})) for number in range(answering)]
+        names += [(f"agent-{number}", lambda frames: answer_with(frames, {})) for number in range(answering)]
         yield [stack.enter_context(agent_at(directory / f"{name}.sock", answer)) for name, answer in names]
 
 

@@ -27,7 +27,7 @@ from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.host.keys import KeyPair, secret_text
 from kvctl_agent.protocol import bootstrap_registry as registry
 from tests.support.polling import until
-from tests.support.routers import router, said
+from tests.support.routers import answer_with, router
 
 S = 1_000_000_000
 ELSEWHERE = "node-7"
@@ -282,7 +282,7 @@ def test_a_malformed_url_is_a_usage_error(url: str) -> None:
 )
 def test_an_answer_of_another_shape_is_refused(data: Any) -> None:
     with (
-        router("tcp://127.0.0.1:*", answer=lambda frames: said(frames, data)) as address,
+        router("tcp://127.0.0.1:*", answer=lambda frames: answer_with(frames, data)) as address,
         pytest.raises(SourceError, match="not valid: update kvctl"),
     ):
         find(address.replace("tcp", "registry"))
@@ -301,7 +301,7 @@ def test_a_row_with_a_wrong_endpoint_harms_no_other(tmp_path: Path) -> None:
         {**row, "admin": "tcp://0.0.0.0:7311"},
         silent,
     ]
-    listing = router("tcp://127.0.0.1:*", answer=lambda frames: said(frames, rows))
+    listing = router("tcp://127.0.0.1:*", answer=lambda frames: answer_with(frames, rows))
     with listing as address, socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "docker"))
         found = find(address.replace("tcp", "registry"))
@@ -378,10 +378,10 @@ def test_a_silent_rank_that_does_not_answer_is_asked_once_and_briefly(
 
     def hello(frames: list[bytes]) -> list[bytes]:
         asked.append(frames[2])
-        return said(frames, {"name": "decode-7"})
+        return answer_with(frames, {"name": "decode-7"})
 
     with (
-        router("tcp://127.0.0.1:*", answer=lambda frames: said(frames, rows)) as address,
+        router("tcp://127.0.0.1:*", answer=lambda frames: answer_with(frames, rows)) as address,
         router(f"ipc://{mute}", answer=lambda frames: asked.append(frames[2])),
         router(f"ipc://{other}", answer=hello),
     ):
