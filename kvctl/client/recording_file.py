@@ -28,7 +28,7 @@ MOMENT_VERSION = 2
 
 MAX_OBJECT_BYTES = 1 << 20
 MAX_BODY_BYTES = 64 << 20
-MAX_ANSWERS_BYTES = 64 << 20  # one body, decompressed: the answers of one agent at one moment
+MAX_ANSWERS_BYTES = 64 << 20  # one body, decompressed: the answers of one agent in one snapshot
 
 _FRAME = struct.Struct("<4sIII")
 _VERSION = struct.Struct("<I")

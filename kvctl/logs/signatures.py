@@ -19,7 +19,7 @@ class Signature:
         code: its name.
         engine: program that writes the line.
         pattern: what the line contains; matches within one line.
-        literals: texts, one of which every line that matches contains.
+        literals: a matching line contains at least one of these texts.
         cause: most likely cause.
         next: next step.
         report: URL of a public report, or the source file of the message.

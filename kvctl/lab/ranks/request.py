@@ -157,8 +157,7 @@ class Request:
         session: number of a conversation. Its requests run on one decode dp group, each after the previous one has been
             decoded; -1: no session.
         decode_dp: decode dp group that has the prefix cached; -1: any. Either all requests have a group or none has.
-        blocks: ids of the prompt's blocks; the last block may be partly filled. Requests of which nothing is known to
-            be alike have none.
+        blocks: ids of the prompt's blocks; the last block may be partly filled; empty if the blocks are unknown.
         kept: ids of the blocks that a prefix cache keeps afterwards, which may include the answer.
     """
 

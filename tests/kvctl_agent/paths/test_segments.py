@@ -1,7 +1,7 @@
 """Latents, scales, K and V of different widths, drafts and state: every path, between any two layouts.
 
-The first half moves bytes between two engines. The second half checks the descriptors element by element, because
-bytes written twice, or read from a neighbour with the same content, would not be detected.
+Descriptors are checked element by element: a transfer of bytes would not show those that are written twice, or read
+from a neighbour with the same content.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from kvctl_agent.telemetry import records as rec
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.metrics import OTHER
 from kvctl_agent.telemetry.region import MOST_RECORD_BYTES, Cell, Document, MemoryReader
-from kvctl_agent.telemetry.room_records import RoomRecord
 from tests.support.folded import folded
 
 
@@ -71,14 +69,6 @@ class TestRooms:
         assert telemetry.metrics.total("kvctl_rooms_finished_total") == 1
         assert telemetry.latencies.after(0) == ([2], 1)
         assert len(telemetry.rooms) == 0
-
-    def test_a_record_of_a_machine_that_runs_again_writes_nothing(self) -> None:
-        record = RoomRecord(lambda record: None, deque(), 0, 7, 1, "prefill", 0)
-        record.planned = 5
-        record.event("accept", 1)
-        record.join("decode-0", 3)
-        record.state(RoomState.SUCCESS, 5)
-        assert (record.nonce, record.peers, record.finish(9)) == (1, ["decode-0"], None)
 
     def test_peers_of_any_number_fit(self, telemetry: Telemetry) -> None:
         record = telemetry.open(7, 0)

@@ -1,4 +1,4 @@
-"""Telemetry that keeps nothing, for machines whose inputs are run again: they write to it and never read it."""
+"""Telemetry that keeps nothing, for the machines of the explorer: they write to it and never read it."""
 
 from __future__ import annotations
 
