@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from kvctl_agent.integrations.vllm.observe import hooks, mooncake, observer
@@ -56,20 +57,46 @@ def foreign_hooks(connector: type, *bases: type) -> list[str]:
     return found
 
 
-def other_parameters(halves: Iterable[type], hooked: Iterable[str], *modules: str) -> list[str]:
-    """Returns one line for each hooked method of a stand-in whose parameters are not those of the class of a module."""
-    found = []
+def other_parameters(halves: Iterable[type], hooked: Set[str], *modules: str) -> list[str]:
+    """Returns one line for each hooked method whose parameters differ between a stand-in and the class of a module.
+
+    Also returns one for each hooked name that no stand-in shares with its class, so that nothing was compared.
+    """
+    found, left = [], set(hooked)
     for own in halves:
         kinds = (getattr(importlib.import_module(module), own.__name__, None) for module in modules)
         real = next(filter(None, kinds), None)
         if real is None:
             found.append(f"no module has {own.__name__}")
             continue
-        for name in (each for each in hooked if hasattr(own, each) and hasattr(real, each)):
+        for name in sorted(each for each in hooked if hasattr(own, each) and hasattr(real, each)):
+            left.discard(name)
             ours, theirs = (list(inspect.signature(getattr(each, name)).parameters) for each in (own, real))
             if ours != theirs:
                 found.append(f"{own.__name__}.{name} has the parameters {ours}: those of the engine are {theirs}")
-    return found
+    return found + [f"{name} is hooked, and no stand-in shares it with its class" for name in sorted(left)]
+
+
+def posts_without_a_request(hooked: Set[str], *modules: str) -> list[str]:
+    """Returns one line for each method that makes NIXL's handles, and that other methods than hooked ones may call.
+
+    The hooks take the request of a handle from the hooked method in which it is made.
+    """
+    sources = [inspect.getsource(importlib.import_module(module)) for module in modules]
+    methods = [each for text in sources for each in ast.walk(ast.parse(text)) if isinstance(each, ast.FunctionDef)]
+
+    def callers(name: str) -> set[str]:
+        return {
+            method.name
+            for method in methods
+            if any(isinstance(each, ast.Attribute) and each.attr == name for each in ast.walk(method))
+        }
+
+    posting = callers("make_prepped_xfer")
+    if not posting:
+        return ["no method calls make_prepped_xfer"]
+    outside = [name for name in posting - hooked if not callers(name) or callers(name) - hooked]
+    return [f"{name} calls make_prepped_xfer, and is not called by hooked methods alone" for name in sorted(outside)]
 
 
 def _classes(own: type, real: type) -> Iterator[str]:
@@ -146,16 +173,18 @@ def main() -> None:
     base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     connector = importlib.import_module("kvctl_agent.integrations.vllm.connector").KvctlConnector
     all_connectors = (*observer.SCHEDULER, *observer.WORKER)
-    nixl = (*hooks.SCHEDULER, *hooks.WORKER, *hooks.PULL, *hooks.PUSH, *hooks.AGENT)
-    methods = {name for _, name, _ in (*all_connectors, *nixl)}
+    posting = {name for _, name, _ in (*hooks.PULL, *hooks.PUSH)}
+    nixl = posting | {name for _, name, _ in (*all_connectors, *hooks.SCHEDULER, *hooks.WORKER)}
+    agent = {name for _, name, _ in hooks.AGENT}
     written = {name for _, name, _ in (*all_connectors, *mooncake.SCHEDULER, *mooncake.WORKER)}
     modules = [f"{NIXL}.{half}" for half in ("pull_scheduler", "push_scheduler", "pull_worker", "push_worker")]
     found = [
         *differences(),
         *foreign_hooks(connector, base.KVConnectorBase_V1, base.SupportsHMA),
-        *other_parameters(HALVES, sorted(methods), *modules),
-        *other_parameters(mooncake_connector.HALVES, sorted(written), MOONCAKE),
-        *other_parameters([type("nixl_agent", (NixlWrapper,), {})], sorted(methods), "nixl._api"),
+        *other_parameters(HALVES, nixl, *modules),
+        *other_parameters(mooncake_connector.HALVES, written, MOONCAKE),
+        *other_parameters([type("nixl_agent", (NixlWrapper,), {})], agent, "nixl._api"),
+        *posts_without_a_request(posting, *(f"{NIXL}.{each}_worker" for each in ("base", "pull", "push"))),
     ]
     print("\n".join(found), file=sys.stderr)
     sys.exit(bool(found))
