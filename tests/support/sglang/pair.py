@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,8 @@ from types import TracebackType
 from typing import Any
 
 from kvctl.lab.tcp_ports import free_port
+from kvctl_agent.contract.admin import region_directory
+from tests.support.observers import end_observer
 from tests.support.sglang.cases import Case, Ended, Place, Role, Room, places
 from tests.support.sglang.runtime import FOLDER, HOST, bare_environment, environment
 
@@ -98,7 +101,9 @@ def in_sglang(function: Callable[..., Any], *arguments: Any, **variables: str) -
 class Rank:
     """One rank process. `names`: the classes that SGLang chose for the backend."""
 
-    def __init__(self, case: Case, role: Role, place: Place, port: int, folder: Path, deadline_s: float) -> None:
+    def __init__(
+        self, case: Case, role: Role, place: Place, port: int, folder: Path, socket_dir: Path, deadline_s: float
+    ) -> None:
         self.case, self.role, self.place, self.deadline_s = case, role, place, deadline_s
         self.name = f"{role} {place}"
         self.events: list[tuple[str, int]] = []
@@ -107,7 +112,9 @@ class Rank:
         self.forker = Forker("cuda") if case.device == "cuda" else None
         ours, theirs = socket.socketpair()
         with self.log.open("wb") as log:
-            self.pidfd = (self.forker or forker()).fork(environment(case, role), log.fileno(), theirs.fileno())
+            self.pidfd = (self.forker or forker()).fork(
+                environment(case, role, socket_dir), log.fileno(), theirs.fileno()
+            )
         theirs.close()
         self.pipe = Connection(ours.detach())
         self.pipe.send((case, role, place, port, folder, deadline_s))
@@ -181,6 +188,9 @@ class PDPair:
         self.case, self.deadline_s = case, deadline_s
         self.ranks: dict[Role, list[Rank]] = {"prefill": [], "decode": []}
         self._folder = tempfile.TemporaryDirectory(prefix="kvctl-sglang-")
+        # The pair of a whole module begins before the tests have directories. Agents of all pairs have the same names.
+        self._own_sockets = "KVCTL_SOCKET_DIR" not in os.environ
+        self.socket_dir = Path(os.environ.get("KVCTL_SOCKET_DIR", self._folder.name))
         self._starts = itertools.count()
         self.port = free_port(HOST)
 
@@ -204,7 +214,8 @@ class PDPair:
         folder = Path(self._folder.name) / str(next(self._starts))
         folder.mkdir()
         self.ranks[role] = [
-            Rank(self.case, role, place, self.port, folder, self.deadline_s) for place in places(self.case.ranks(role))
+            Rank(self.case, role, place, self.port, folder, self.socket_dir, self.deadline_s)
+            for place in places(self.case.ranks(role))
         ]
         return self.ranks[role]
 
@@ -332,6 +343,9 @@ class PDPair:
     def stop(self) -> None:
         for rank in self.all():
             rank.end()
-        for left in Path(os.environ.get("KVCTL_SOCKET_DIR", self._folder.name)).glob("*.sock"):
+        if self._own_sockets:
+            end_observer(self.socket_dir)
+            shutil.rmtree(region_directory(self.socket_dir), ignore_errors=True)
+        for left in self.socket_dir.glob("*.sock"):
             left.unlink()  # of agents, which were killed with their ranks
         self._folder.cleanup()

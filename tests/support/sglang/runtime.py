@@ -306,9 +306,9 @@ def bare_environment(device: str = "cpu") -> dict[str, str]:
     }
 
 
-def environment(case: Case, role: Role) -> dict[str, str]:
+def environment(case: Case, role: Role, socket_dir: Path) -> dict[str, str]:
     """Environment of a rank."""
-    own = {"KVCTL_SOCKET_DIR": os.environ["KVCTL_SOCKET_DIR"]} if "KVCTL_SOCKET_DIR" in os.environ else {}
+    own = {"KVCTL_SOCKET_DIR": str(socket_dir)}
     if case.backend == "mooncake":
         own |= {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
     if case.staging:
