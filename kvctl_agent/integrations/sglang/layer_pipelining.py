@@ -7,8 +7,8 @@ default graphs of the prefill replace their methods. Groups for which the backen
 forward.
 
 SGLang frees a request's own pages when its cache has the same tokens, which another request has put there meanwhile.
-They may still be read then, so they are kept until SGLang has ended the request (`kept_pages`). Because all ranks of a
-server must do that alike, the hooks are there, and pages kept, if `pipeline` was not off when the server started.
+They may still be read then, so that is deferred until SGLang has ended the request (`deferred_free`). All ranks of a
+server must defer alike, so they do, and have the hooks, if `pipeline` was not off when the server started.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def install() -> None:
 
     @functools.wraps(checkpoint)
     def checkpointed(scheduler: Any, req: Any) -> Any:
-        kept = getattr(req.disagg_kv_sender, "kept", None)  # other backends' senders have none
-        if kept is None or not _can_split(scheduler, _states(req.disagg_kv_sender)):
+        deferred = getattr(req.disagg_kv_sender, "deferred_free", None)  # other backends' senders have none
+        if deferred is None or not _can_split(scheduler, _states(req.disagg_kv_sender)):
             return checkpoint(scheduler, req)
-        with kept.keeping(scheduler.token_to_kv_pool_allocator):
+        with deferred.deferring(scheduler.token_to_kv_pool_allocator):
             return checkpoint(scheduler, req)
 
     scheduler.run_batch, scheduler.checkpoint_disagg_prefill = pipelined, checkpointed

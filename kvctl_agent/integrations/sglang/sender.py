@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 
 from kvctl_agent import Send
 from kvctl_agent.integrations.engine_agent import attempt
-from kvctl_agent.integrations.sglang.kept_pages import KeptPages
+from kvctl_agent.integrations.sglang.deferred_free import DeferredFree
 from kvctl_agent.integrations.sglang.prompt_digests import announced_prompt
 
 logger = logging.getLogger("kvctl")
@@ -26,7 +26,7 @@ class KvctlKVSender(CommonKVSender):
     Attributes:
         groups: layer groups in which forwards are passed; empty for none, None before the first forward.
         passed: pages, counted from the end of the decode side's prefix, that were passed in layer groups.
-        kept: pages that SGLang has freed and that may still be read.
+        deferred_free: pages that SGLang has freed and that may still be read.
     """
 
     groups: Sequence[range] | None = None
@@ -44,7 +44,7 @@ class KvctlKVSender(CommonKVSender):
     ) -> None:
         """Begins to send the room; decode ranks may open it before or after."""
         self._refusal = mgr.refusal(bootstrap_room)
-        self.kept = KeptPages()
+        self.deferred_free = DeferredFree()
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._prompt = announced_prompt()
         if self._refusal is not None:
@@ -151,14 +151,14 @@ class KvctlKVSender(CommonKVSender):
             self._handle.abort(cause)
 
     def clear(self) -> None:
-        self.kept.free()
+        self.deferred_free.free()
         if self._listed:
             self._listed = False
             self.kv_mgr.end(self.bootstrap_room, self._handle)
             super().clear()
 
     def failure_exception(self) -> None:
-        self.kept.free()
+        self.deferred_free.free()
         if self._refusal is not None:
             raise KVTransferError(self.bootstrap_room, self._refusal)
         super().failure_exception()
@@ -166,7 +166,7 @@ class KvctlKVSender(CommonKVSender):
     def abort(self) -> None:
         """Aborts the room on every rank, at the request of SGLang's client."""
         if not self._finished:  # else SGLang calls `failure_exception`, in a later turn
-            self.kept.free()
+            self.deferred_free.free()
         if not self._listed:
             return
         super().abort()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvctl_agent.integrations.sglang.kept_pages import KeptPages
+from kvctl_agent.integrations.sglang.deferred_free import DeferredFree
 
 
 class Allocator:
@@ -19,22 +19,22 @@ class Allocator:
 
 
 def test_pages_are_free_when_the_request_has_ended() -> None:
-    allocator, kept, table = Allocator(), KeptPages(), torch.arange(8)
-    with kept.keeping(allocator):
+    allocator, deferred, table = Allocator(), DeferredFree(), torch.arange(8)
+    with deferred.deferring(allocator):
         allocator.free_segment(table[2:4], start_pos=16)
         allocator.free_segment(table[:0], start_pos=0)
         table[:] = -1  # SGLang writes the pages in its cache there
     allocator.free_segment(torch.tensor([9]), start_pos=32)
     assert allocator.freed == [([9], 32)]
-    with kept.keeping(allocator):
+    with deferred.deferring(allocator):
         allocator.free_segment(torch.tensor([5]), start_pos=48)
-    kept.free()
-    kept.free()
+    deferred.free()
+    deferred.free()
     assert allocator.freed == [([9], 32), ([2, 3], 16), ([5], 48)]
 
 
 def test_the_allocator_is_as_before_after_an_error() -> None:
-    allocator, kept = Allocator(), KeptPages()
-    with pytest.raises(ZeroDivisionError), kept.keeping(allocator):
+    allocator, deferred = Allocator(), DeferredFree()
+    with pytest.raises(ZeroDivisionError), deferred.deferring(allocator):
         raise ZeroDivisionError
     assert not {"free_segment"} & set(vars(allocator))
