@@ -221,24 +221,9 @@ def test_the_plan_moves_nothing(kvctl: Any, socket_directory: Path):
     assert (outcome.code, outcome.err) == (0, "")
     shares = orjson.loads(outcome.out)["data"]
     assert len(shares) == 8
-    assert shares[1] == {
-        "fleet": "",
-        "instance": 0,
-        "segment": "kv",
-        "writer": "prefill-1",
-        "writer_gpu": None,
-        "reader": "decode-0",
-        "reader_gpu": None,
-        "heads": [2, 4],
-        "layers": [0, 32],
-        "bytes": 32 << 20,
-        "parts": 1,
-        "pages": 64,
-        "transfer_page": 16,
-        "splits": [1, 1],
-        "stripe": None,
-        "descriptors": {"bulk": None, "slice": 65536, "staged": 1, "direct": None},
-    }
+    # tests/kvctl/lab/ranks/test_plan.py has the shares; here ranks have their names.
+    assert (shares[1]["writer"], shares[1]["reader"], shares[1]["bytes"]) == ("prefill-1", "decode-0", 32 << 20)
+    assert (shares[1]["fleet"], shares[1]["writer_gpu"], shares[1]["reader_gpu"]) == ("", None, None)
     assert list(socket_directory.glob("*.lock")) == []
 
 

@@ -1,4 +1,4 @@
-"""Rooms from end to end, byte for byte: layouts, paths, transports, and the shapes that rooms come in."""
+"""Rooms from end to end, byte for byte: cached prefixes, states, many at once. Layouts: `test_layout_pairs.py`."""
 
 from __future__ import annotations
 
@@ -9,44 +9,6 @@ import numpy as np
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-
-LAYOUTS: dict[str, Any] = {
-    "tp4 to dp2": {"prefill": (1, 4), "decode": (2, 1)},
-    "same heads, tp2 to tp2": {"prefill": (1, 2), "decode": (1, 2)},
-    "odd intersections, tp6 to tp4": {"prefill": (1, 6), "decode": (1, 4), "model": {"heads": 12, "k_dim": 4}},
-    "replicated heads, tp4 to tp1": {"prefill": (1, 4), "decode": (1, 1), "model": {"heads": 2, "v_dim": 12}},
-    "one token a page": {"prefill": (1, 2), "decode": (1, 1), "model": {"page_size": 1, "pages": 128}},
-}
-
-
-# Over NIXL too, where the layout changes what descriptors look like.
-NIXL = ("same heads, tp2 to tp2", "odd intersections, tp6 to tp4")
-
-
-@pytest.mark.parametrize(
-    ("transport", "layout"), [*(("loopback", layout) for layout in LAYOUTS), *(("nixl", layout) for layout in NIXL)]
-)
-def test_every_layout_by_every_path(make_fleet: Any, model: Any, layout: str, transport: str) -> None:
-    sizes = {**LAYOUTS[layout], "model": model(**LAYOUTS[layout].get("model", {}))}
-    fleet = make_fleet(transport, **sizes, chunk_tokens=4 * sizes["model"].page_size).start()
-    number = 0
-    for path in ("slice", "staged", "bulk", "auto"):
-        fleet.set_path(path)
-        for pages, contiguous in ((11, False), (4, True), (1, False)):
-            for _ in range(2):  # both decode groups, where there are two
-                number += 1
-                room = fleet.run(number, pages, contiguous=contiguous, aux=number % 8)
-                fleet.check()
-                fleet.recycle(room)
-    fleet.settle()
-    assert fleet.errors() == []
-    assert fleet.total(fleet.prefill, "kvctl_parts_total", "slice") > 0
-    assert fleet.total(fleet.prefill, "kvctl_parts_total", "staged") > 0
-    bulk = fleet.total(fleet.prefill, "kvctl_parts_total", "bulk") > 0
-    assert bulk == (layout == "same heads, tp2 to tp2")
-    assert fleet.total(fleet.prefill + fleet.decode, "kvctl_room_failures_total") == 0
-    moved = fleet.total(fleet.prefill, "kvctl_part_bytes_total")
-    assert moved == fleet.total(fleet.decode, "kvctl_part_bytes_total") > 0
 
 
 @pytest.fixture

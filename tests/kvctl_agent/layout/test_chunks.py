@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, chunk_pages, grid, page_count, prefix_pages
+from kvctl_agent.layout.chunks import chunk_pages, grid, page_count, prefix_pages
 
 
 def test_a_partly_filled_page_counts() -> None:
@@ -42,20 +42,6 @@ def test_a_cell_has_at_least_one_page() -> None:
 def test_sizes_out_of_range_are_refused(bad: object) -> None:
     with pytest.raises(LayoutError, match="it must be a whole number from"):
         bad()  # type: ignore[operator]
-
-
-def test_cells_are_numbered_by_place_and_the_last_may_be_short() -> None:
-    assert grid(10, 0, 4) == (Chunk(0, 0, 4), Chunk(1, 4, 4), Chunk(2, 8, 2))
-
-
-def test_a_prefix_removes_whole_cells_and_trims_the_one_it_ends_in_without_renumbering() -> None:
-    assert grid(14, 5, 4) == (Chunk(1, 5, 3), Chunk(2, 8, 4), Chunk(3, 12, 2))
-    assert grid(14, 8, 4) == (Chunk(2, 8, 4), Chunk(3, 12, 2))
-
-
-def test_a_fully_cached_prompt_has_no_cells() -> None:
-    assert grid(0, 0, 4) == ()
-    assert grid(7, 7, 4) == ()
 
 
 def test_a_prefix_longer_than_the_prompt_is_refused() -> None:

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvctl_agent.contract.choices import CP_MODES
 from kvctl_agent.errors import LayoutError
@@ -17,27 +15,6 @@ from kvctl_agent.layout.parallel import mix64
 
 def pages_of(cells: tuple[Chunk, ...]) -> list[int]:
     return [page for cell in cells for page in range(cell.first, cell.first + cell.count)]
-
-
-def test_by_default_rank_0_sends_everything() -> None:
-    assert owned_cells("rank0", 2, 0, 7, 10, 0, 4) == grid(10, 0, 4)
-    assert owned_cells("rank0", 2, 1, 7, 10, 0, 4) == ()
-
-
-def test_all_splits_the_positions_of_a_room_contiguously() -> None:
-    # 14 pages without the first 3: 11 = 6 + 5 positions. A cell in which the cut falls is shared, the others are not.
-    assert owned_cells("all", 2, 0, 7, 14, 3, 4) == (Chunk(0, 3, 1), Chunk(1, 4, 4), Chunk(2, 8, 1))
-    assert owned_cells("all", 2, 1, 7, 14, 3, 4) == (Chunk(2, 9, 3), Chunk(3, 12, 2))
-
-
-def test_all_chunk_splits_inside_each_cell_so_that_all_send_at_the_same_time() -> None:
-    assert owned_cells("all-chunk", 2, 0, 7, 11, 0, 4) == (Chunk(0, 0, 2), Chunk(1, 4, 2), Chunk(2, 8, 2))
-    assert owned_cells("all-chunk", 2, 1, 7, 11, 0, 4) == (Chunk(0, 2, 2), Chunk(1, 6, 2), Chunk(2, 10, 1))
-
-
-def test_a_rank_without_pages_in_a_cell_lacks_that_cell() -> None:
-    assert owned_cells("all-chunk", 4, 3, 7, 6, 0, 4) == (Chunk(0, 3, 1),)
-    assert owned_cells("all", 4, 3, 7, 3, 0, 4) == ()
 
 
 def test_room_hash_gives_whole_rooms_and_spreads_them() -> None:
@@ -72,33 +49,6 @@ def test_every_page_after_the_prefix_belongs_to_one_rank_for_all_small_sizes() -
                 assert [pages_of(mine) for mine in cells] == [
                     part.tolist() for part in np.array_split(np.arange(prefix, total), cp)
                 ]
-
-
-@settings(deadline=None)
-@given(
-    mode=st.sampled_from(CP_MODES),
-    cp=st.integers(1, 16),
-    room=st.integers(0, 2**64 - 1),
-    total=st.integers(0, 3000),
-    data=st.data(),
-    chunk=st.integers(1, 700),
-)
-def test_at_any_size_the_ranks_share_the_grid(
-    mode: str, cp: int, room: int, total: int, data: st.DataObject, chunk: int
-) -> None:
-    prefix = data.draw(st.integers(0, total))
-    owned = [owned_cells(mode, cp, rank, room, total, prefix, chunk) for rank in range(cp)]
-    pieces = sorted(cell for mine in owned for cell in mine)
-    for cell in grid(total, prefix, chunk):
-        mine = [piece for piece in pieces if piece.index == cell.index]
-        # In order, without a gap, from the cell's first page to its last.
-        assert mine[0].first == cell.first
-        assert all(a.first + a.count == b.first for a, b in pairwise(mine))
-        assert sum(piece.count for piece in mine) == cell.count
-    sizes = [len(pages_of(mine)) for mine in owned]
-    assert sum(sizes) == total - prefix
-    if mode == "all":
-        assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("mode", CP_MODES)

@@ -60,32 +60,9 @@ class TestFormula:
             assert sizes(grouping)[:-1] == [group_size] * (ceil(layers / group_size) - 1)
             assert grouping.reason == "formula"
 
-    @given(st.integers(5, 200), st.integers(3072, 50_000), st.integers(3072, 50_000))
-    def test_longer_prompts_never_have_more_groups(self, layers: int, one: int, other: int) -> None:
-        shorter, longer = sorted((one, other))
-        few, many = (len(group_layers(0, layers, ForwardInfo((tokens,)), ON).groups) for tokens in (longer, shorter))
-        assert few <= many
-
 
 class TestGuards:
     LONG = ForwardInfo((9216,))
-
-    @pytest.mark.parametrize(
-        ("change", "reason"),
-        [
-            ({"tokens": (3071,)}, "few-tokens"),
-            ({"tokens": ()}, "empty-batch"),
-            ({"split_forward": False}, "no-split-forward"),
-            ({"multimodal": True}, "multimodal"),
-            ({"attention_dp": True}, "attention-dp"),
-            ({"expert_balancing": True}, "expert-balancing"),
-            ({"draft": True}, "draft"),
-            ({"input_embeddings": True}, "input-embeddings"),
-            ({"prefill_only": True}, "prefill-only"),
-        ],
-    )
-    def test_each_has_its_reason(self, change: dict[str, Any], reason: str) -> None:
-        assert group_layers(0, 80, replace(self.LONG, **change), ON) == Grouping((), reason)
 
     @pytest.mark.parametrize("layers", [0, 1, 4])
     def test_few_layers(self, layers: int) -> None:

@@ -78,28 +78,6 @@ def test_gather_reads_what_plain_loops_read(
             assert gathered(memory, LAYERS[1:], pages, head, heads, target_bytes).tobytes() == oracle
 
 
-@pytest.mark.parametrize("planes", PLANES.values(), ids=PLANES)
-@pytest.mark.parametrize("pages", [pages for pages in PAGES if len(set(pages)) == len(pages)], ids=str)
-@pytest.mark.parametrize(("pool_heads", "head", "heads"), SLICES)
-def test_scatter_writes_what_plain_loops_write_and_nothing_else(
-    pool_heads: int, head: int, heads: int, pages: list[int], planes: Planes
-) -> None:
-    with filled(LAYERS, 10, pool_heads, planes) as memory:
-        part = memory.part_layout(6, 8, len(pages), heads)
-        rows = RowIndex(memory, pages, head, heads)
-        region = np.random.default_rng(2).integers(0, 256, part.region_bytes, dtype=np.uint8)
-        oracle = {(layer, plane): memory.block(layer, plane).copy() for layer in LAYERS for plane in range(len(planes))}
-        at = 0
-        for layer, plane, place in part_rows(memory, LAYERS[1:], pages, head, heads):
-            size = place.stop - place.start
-            oracle[layer, plane][place] = region[at : at + size]
-            at += size
-        assert at == part.nbytes
-        scatter_part(rows, part, region)
-        for (layer, plane), block in oracle.items():
-            assert memory.block(layer, plane).tobytes() == block.tobytes()
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 def test_kernels_work_on_torch_tensors_of_any_element_size(dtype: torch.dtype) -> None:
     k = [torch.randint(0, 100, (12, 4, 8)).to(dtype)]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,31 +14,11 @@ from tests.support.gil import gave_up_the_gil
 BYTES = PageSteps(1, 1, 1)
 
 
-def page_runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """`run_descriptors` of pages of one byte in one block, as (source page, destination page, count)."""
-    src, dst, zero = np.array(src_pages, np.int64), np.array(dst_pages, np.int64), np.zeros(1, np.int64)
-    return list(zip(*(words.tolist() for words in run_descriptors(src, dst, BYTES, BYTES, 1, zero, zero)), strict=True))
-
-
 def test_the_callers_lists_are_left_alone() -> None:
     src, dst, zero = np.array([5, 4, 1]), np.array([1, 0, 3]), np.zeros(1, np.int64)
     run_descriptors(src, dst, BYTES, BYTES, 1, zero, zero)
     assert src.tolist() == [5, 4, 1]
     assert dst.tolist() == [1, 0, 3]
-
-
-@settings(deadline=None)
-@given(st.dictionaries(st.integers(0, 60), st.integers(0, 60), max_size=50), st.randoms(use_true_random=False))
-def test_runs_move_exactly_the_pairs_asked_for_and_no_two_could_be_joined(
-    pairs: dict[int, int], random: object
-) -> None:
-    shuffled = list(pairs.items())
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    runs = page_runs([src for src, _ in shuffled], [dst for _, dst in shuffled])
-    moved = [(src + i, dst + i) for src, dst, count in runs for i in range(count)]
-    assert sorted(moved) == sorted(pairs.items())
-    starts = {(src, dst) for src, dst, _ in runs}
-    assert not starts & {(src + count, dst + count) for src, dst, count in runs}
 
 
 STEPS = st.builds(PageSteps, st.sampled_from([1, 4096, 12288]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 4096]))

@@ -18,16 +18,6 @@ from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from tests.kvctl_agent.paths.conftest import POISON
 
 
-def pages(kind: str, count: int, total: int) -> tuple[Any, Any]:
-    """Source and destination pages."""
-    random = np.random.default_rng(7)
-    if kind == "random":
-        return random.permutation(total)[:count], random.permutation(total)[:count]
-    if kind == "descending":
-        return np.arange(count)[::-1] + 1, np.arange(count)[::-1]
-    return np.arange(count), np.arange(count) + total - count
-
-
 def test_bulk_merges_neighbours_into_one_descriptor_for_each_layer_and_plane(ends: Any, geometry: Any) -> None:
     made = ends(geometry(prefill_tp=1, decode_tp=1))
     share, path = made.geometry.shares()[0], BulkPath()
@@ -54,17 +44,6 @@ def test_bulk_refuses_what_only_differs_in_heads(ends: Any, geometry: Any) -> No
 
 
 class TestSlice:
-    def test_one_descriptor_for_each_token_row(self, ends: Any, geometry: Any) -> None:
-        made = ends(geometry())
-        flight = made.fly(SlicePath(), made.geometry.shares()[0], [1, 2, 3], [7, 6, 5])
-        assert flight.descriptors == 3 * 4 * 3 * 2
-        assert flight.posts == 1
-
-    def test_pages_that_are_adjacent_on_both_sides_are_one_descriptor(self, ends: Any, geometry: Any) -> None:
-        made = ends(geometry(prefill_tp=1, decode_tp=1))
-        flight = made.fly(SlicePath(), made.geometry.shares()[0], [5, 4, 3], [9, 8, 7])
-        assert flight.descriptors == 2 * 3, "one for each layer and K or V"
-
     def test_a_rank_that_owes_nothing_is_a_local_error(self, ends: Any, geometry: Any) -> None:
         made = ends(geometry())
         with pytest.raises(MemoryLayoutError, match="has no heads to send"):

@@ -118,14 +118,6 @@ def test_descriptors_name_every_byte_of_a_part_once(ends: Any, geometry: Any, mo
             assert set(named) == wanted
 
 
-def test_bulk_of_latents_is_one_descriptor_for_each_run_and_layer(ends: Any, geometry: Any) -> None:
-    made = ends(
-        geometry(model=MODELS["latent, latent draft, state"], prefill=ParallelConfig(tp=2), decode=ParallelConfig(tp=2))
-    )
-    flight = made.fly(BulkPath(), made.geometry.shares()[0], [1, 2, 3, 7], [5, 6, 7, 1])
-    assert flight.descriptors == 2 * 5
-
-
 @pytest.mark.parametrize("engine", ["loopback"])
 class TestRefusals:
     @pytest.mark.parametrize("path", [BulkPath, SlicePath])
