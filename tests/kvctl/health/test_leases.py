@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvctl.health.codes import CODES_BY_NAME
-from kvctl.health.codes.vllm import OBSERVED
+from kvctl.health.codes.advice import VLLM_OBSERVED
 from kvctl.health.finding import Severity
 from tests.kvctl.health.fleets import NOW, Fleet, S
 
@@ -30,7 +30,7 @@ def held(fleet: Fleet, age_s: float, *, computed: bool = True) -> None:
 
 def test_a_healthy_fleet_has_no_finding() -> None:
     assert observed().examine(observed()) == []
-    assert OBSERVED.keys() <= CODES_BY_NAME.keys()
+    assert VLLM_OBSERVED.keys() <= CODES_BY_NAME.keys()
 
 
 # ---- handshakes --------------------------------------------------------------------------------------------------

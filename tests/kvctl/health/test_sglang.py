@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvctl.health.codes import CODES_BY_NAME
-from kvctl.health.codes.sglang import ADVICE
+from kvctl.health.codes.advice import SGLANG
 from kvctl.health.finding import Severity
 from kvctl_agent.contract.commands import COMMANDS, Level
 from kvctl_agent.contract.config import KEYS
@@ -24,7 +24,7 @@ def observed() -> Fleet:
 
 
 def test_the_table_has_no_unknown_code():
-    assert ADVICE.keys() <= CODES_BY_NAME.keys()
+    assert SGLANG.keys() <= CODES_BY_NAME.keys()
 
 
 def test_a_healthy_observed_fleet_has_no_finding():

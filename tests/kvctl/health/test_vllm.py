@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvctl.health.codes import CODES_BY_NAME
-from kvctl.health.codes.vllm import ADVICE
+from kvctl.health.codes.advice import VLLM
 from kvctl.health.finding import Severity
 from tests.kvctl.health.fleets import Fleet
 
@@ -22,7 +22,7 @@ def of_vllm() -> Fleet:
 
 
 def test_the_table_has_no_unknown_code() -> None:
-    assert ADVICE.keys() <= CODES_BY_NAME.keys()
+    assert VLLM.keys() <= CODES_BY_NAME.keys()
 
 
 def test_a_healthy_fleet_has_no_finding() -> None:
