@@ -217,16 +217,18 @@ class RegionDocuments:
         if self._builders and (build := self._builders.get(document)) is not None:
             fields, *rows = build()
             return msgspec.convert({**fields, "rows": rows}, kind)
-        with contextlib.suppress(RegionError):  # of a file that was cut short
-            number = self.cells()[Cell.PUBLISHED + document]
-            known = self._read.get(document)
-            if known is None or known[0].number != number:
+        known = self._read.get(document)
+        try:
+            if known is None or known[0].number != self.cells()[Cell.PUBLISHED + document]:
                 published = self._reader.document(document)
                 if published is not None:
                     # Most are published again without a change, and decoding one takes up to 1 ms.
                     same = known is not None and known[0].value == published.value
-                    self._read[document] = published, known[1] if same and known else decoded(published.value, kind)
-        value: Kind | None = self._read.get(document, (None, None))[1]
+                    known = published, known[1] if same and known else decoded(published.value, kind)
+                    self._read[document] = known
+        except RegionError:  # the file was cut short
+            pass
+        value: Kind | None = known[1] if known else None
         return kind() if value is None else value
 
     def at_ns(self, document: Document) -> int | None:
@@ -253,7 +255,7 @@ class RegionDocuments:
     def served(self) -> bool:
         """Returns whether the agent has published its documents since the latest `ask`."""
         try:
-            return self._reader.cells()[Cell.SERVED] >= self._asked
+            return self._reader.cell(Cell.SERVED) >= self._asked
         except RegionError:
             return True
 
@@ -279,6 +281,12 @@ def decoded(value: bytes, kind: type[Kind]) -> Kind | None:
         return None
 
 
-def grown(row: Any, by_ns: int) -> Any:
-    """Returns a copy of a row of a document with its ages `by_ns` later."""
-    return {**row, **{key: row[key] + by_ns for key in _AGES.intersection(row) if row[key] is not None}}
+def grown(rows: Sequence[Any], by_ns: int) -> list[Any]:
+    """Returns copies of rows of a document, which have the same keys, with their ages `by_ns` later."""
+    ages = _AGES.intersection(rows[0]) if rows else ()
+    found = [row.copy() for row in rows]
+    for row in found:
+        for key in ages:
+            if row[key] is not None:
+                row[key] += by_ns
+    return found

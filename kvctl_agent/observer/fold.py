@@ -23,7 +23,7 @@ from kvctl_agent.telemetry import records as rec
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.durations import Latencies
 from kvctl_agent.telemetry.flight_recorder import Entry
-from kvctl_agent.telemetry.metrics import Series, whole
+from kvctl_agent.telemetry.metrics import Series, Totals, whole
 from kvctl_agent.telemetry.region import Cell, Document, RegionReader
 
 RATE_WINDOW_NS = 10_000_000_000
@@ -256,6 +256,7 @@ class FoldedRegion:
         self._before = before
         self._series: list[Series] = []
         self._series_number = 0
+        self._values: tuple[float, ...] | None = None
         self._resumed = False
 
     def catch_up(self) -> Fold:
@@ -280,7 +281,7 @@ class FoldedRegion:
             self._resumed = True
             lost = self._replay(cells)
         lost = self._apply() or lost
-        fold.metrics.written = self._counters(cells[Cell.PUBLISHED + Document.COUNTERS])
+        self._count(cells[Cell.PUBLISHED + Document.COUNTERS])
         for cell, value in (
             (Cell.FOLDED, reader.position),
             (Cell.EVENTS_ADDED, fold.recorder.added),
@@ -313,8 +314,8 @@ class FoldedRegion:
             fold.apply(record)
         return piece.lost
 
-    def _counters(self, number: int) -> dict[Series, float]:
-        """Returns the values of the counters, whose series were published for the `number`-th time."""
+    def _count(self, number: int) -> None:
+        """Reads the values of the counters, whose series were published for the `number`-th time."""
         if number != self._series_number and (published := self.reader.document(Document.COUNTERS)) is not None:
             self._series_number = published.number
             try:
@@ -323,12 +324,15 @@ class FoldedRegion:
                 series = []
             declared = self.fold.metrics.declares
             self._series = [each if declared(*each) else ("", ()) for each in series]
+            self._values = None
         values = self.reader.counters(len(self._series))
-        return {
-            series: whole(value)
-            for series, value in zip(self._series, values, strict=False)
-            if series[0] and 0 <= value < float("inf")
-        }
+        if values == self._values:
+            return
+        found: dict[str, Totals] = {}
+        for (name, labels), value in zip(self._series, values, strict=False):
+            if name and 0 <= value < float("inf"):
+                found.setdefault(name, {})[labels] = whole(value)
+        self._values, self.fold.metrics.written = values, found
 
 
 def _resumed(value: int) -> int:

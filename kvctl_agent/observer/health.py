@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvctl_agent.contract.health import FAILED_NS, HEALTH_METRICS, HEALTH_SETTINGS
+from kvctl_agent.contract.health import FAILED_NS, HEALTH_SETTINGS
 from kvctl_agent.contract.snapshots import (
     ConfigRow,
     FailedRooms,
@@ -36,11 +36,16 @@ def health(
     failed: FailedRooms,
     staging: Staging,
     peers: Sequence[PeerRow],
-    metrics: Sequence[MetricFamily],
+    metrics: list[MetricFamily],
     config: Sequence[ConfigRow],
     now_ns: int,
 ) -> Health:
-    """Returns the answer, from those to the commands of the same names; `now_ns` is the agent's wall clock."""
+    """Returns the answer, from those to the commands of the same names.
+
+    Args:
+        metrics: those of `HEALTH_METRICS`, without buckets.
+        now_ns: the agent's wall clock.
+    """
     old = [row for row in rooms if row["state_age_ns"] >= _YOUNG_ROOM_NS or row["state"] == "Failed"]
     recent = [row for row in failed["rooms"] if now_ns - (row["finished_at_ns"] or now_ns) <= FAILED_NS]
     least_wire_ns = min((row["wire_ns"] for row in peers if row["wire_ns"] is not None), default=0)
@@ -53,7 +58,7 @@ def health(
         "failed": {**failed, "rooms": recent[:_MOST_FAILED]},
         "staging": kept,
         "peers": odd[:_MOST_PEERS],
-        "metrics": [_without_buckets(family) for family in metrics if family["name"] in HEALTH_METRICS],
+        "metrics": metrics,
         "config": [{"key": row["key"], "value": row["value"]} for row in config if row["key"] in HEALTH_SETTINGS],
         "oldest_room_ns": max((row["age_ns"] for row in rooms), default=0),
         "omitted": {
@@ -108,8 +113,3 @@ def _mentioned(rooms: Sequence[RoomRow], staging: Staging) -> set[str]:
     found.update(part["peer"] for part in staging["gated"])
     found.update(name for each in (ring["allocations"] if ring else ()) for name in each["writer"].split(", "))
     return found
-
-
-def _without_buckets(family: MetricFamily) -> MetricFamily:
-    samples = [{key: value for key, value in sample.items() if key != "buckets"} for sample in family["samples"]]
-    return {**family, "help": "", "samples": samples}  # type: ignore[typeddict-item]

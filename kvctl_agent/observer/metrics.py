@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from itertools import accumulate
 from operator import itemgetter
 from typing import Final
 
 from kvctl_agent.contract.metrics import METRICS_BY_NAME, Metric
 from kvctl_agent.contract.snapshots import MetricFamily, MetricSample
-from kvctl_agent.telemetry.metrics import Counters, Series
+from kvctl_agent.telemetry.metrics import Counters, Totals
 from kvctl_agent.telemetry.region import MOST_COUNTERS
 
 
@@ -35,19 +35,19 @@ class Metrics(Counters):
     """Values of the declared metrics; errors as for `Counters`.
 
     Attributes:
-        written: counters of the agent; those that are added here are counted besides.
+        written: counters of the agent by name; those that are added here are counted besides.
     """
 
     def __init__(self, declared: Mapping[str, Metric] = METRICS_BY_NAME) -> None:
         super().__init__(_OwnMemory(), declared)
-        self.written: dict[Series, float] = {}
+        self.written: dict[str, Totals] = {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
-        self._gauges: dict[Series, float | None] = {}
+        self._gauges: dict[str, dict[tuple[str, ...], float | None]] = {}
 
-    def values(self) -> dict[Series, float]:
-        found = self.written.copy()
-        for series, value in super().values().items():
-            found[series] = found.get(series, 0) + value
+    def totals(self, name: str) -> Totals:
+        found = self.written.get(name, {}).copy()
+        for labels, value in super().totals(name).items() if name in self._places or not found else ():
+            found[labels] = found.get(labels, 0) + value
         return found
 
     def observe(self, name: str, value_seconds: float, *labels: str) -> None:
@@ -68,53 +68,58 @@ class Metrics(Counters):
 
     def set(self, name: str, value: float | None, *labels: str) -> None:
         """Sets a gauge; None means that the value is unknown."""
-        key = (name, labels)
-        if key not in self._gauges:
+        values = self._gauges.setdefault(name, {})
+        if labels not in values:
             self._check("gauge", name, labels)
-        self._gauges[key] = value
+        values[labels] = value
 
     def snapshot(self, only: Collection[str] = ()) -> list[MetricFamily]:
-        """Returns declared metric families, in order of declaration, with their current values.
+        """Returns declared metric families with their current values.
 
         A counter without labels that was never incremented is 0; other metrics without a value have no samples.
 
         Args:
-            only: names of the families; empty: all.
+            only: names of the families, which then have neither help nor buckets; empty: all, as declared.
         """
-        declared = [metric for metric in self._declared.values() if not only or metric.name in only]
-        samples: dict[str, list[MetricSample]] = {metric.name: [] for metric in declared}
-        scalars: Iterable[tuple[Series, float | None]] = (*self.values().items(), *self._gauges.items())
-        for (name, labels), value in sorted((each for each in scalars if each[0][0] in samples), key=itemgetter(0)):
-            samples[name].append({"labels": self._labels(name, labels), "value": value})
-        for name, histograms in self._histograms.items():
-            for labels, histogram in sorted(histograms.items(), key=itemgetter(0)) if name in samples else ():
-                samples[name].append(self._histogram_sample(name, labels, histogram))
-        for metric in declared:
-            if metric.kind == "counter" and not metric.labels and not samples[metric.name]:
-                samples[metric.name].append({"labels": {}, "value": 0})
         return [
-            {"name": metric.name, "kind": metric.kind, "unit": metric.unit, "help": metric.help, "samples": found}
-            for metric, found in zip(declared, samples.values(), strict=True)
+            {
+                "name": metric.name,
+                "kind": metric.kind,
+                "unit": metric.unit,
+                "help": "" if only else metric.help,
+                "samples": self._samples(metric, buckets=not only),
+            }
+            for metric in (self._declared[name] for name in only or self._declared)
         ]
+
+    def _samples(self, metric: Metric, *, buckets: bool) -> list[MetricSample]:
+        name = metric.name
+        if metric.kind == "histogram":
+            histograms = sorted(self._histograms.get(name, {}).items(), key=itemgetter(0))
+            return [_histogram_sample(metric, *each, buckets=buckets) for each in histograms]
+        values: Mapping[tuple[str, ...], float | None]
+        if metric.kind == "gauge":
+            values = self._gauges.get(name, {})
+        else:
+            values = self.totals(name) or ({} if metric.labels else {(): 0})
+        return [{"labels": _labels(metric, labels), "value": value} for labels, value in sorted(values.items())]
 
     def declares(self, name: str, labels: tuple[str, ...]) -> bool:
         """Returns whether there is a counter of this name with so many labels."""
         metric = self._declared.get(name)
         return metric is not None and metric.kind == "counter" and len(metric.labels) == len(labels)
 
-    def _labels(self, name: str, values: tuple[str, ...]) -> dict[str, str]:
-        return dict(zip(self._declared[name].labels, map(str, values), strict=True))
 
-    def _histogram_sample(self, name: str, labels: tuple[str, ...], histogram: _Histogram) -> MetricSample:
-        buckets: list[list[float | None]] = []
-        cumulative = 0
-        for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
-            cumulative += count
-            buckets.append([None if bound == math.inf else bound, cumulative])
-        return {
-            "labels": self._labels(name, labels),
-            "value": None,
-            "buckets": buckets,
-            "sum": histogram.sum,
-            "count": cumulative,
-        }
+def _labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
+    return dict(zip(metric.labels, map(str, values), strict=True))
+
+
+def _histogram_sample(
+    metric: Metric, labels: tuple[str, ...], histogram: _Histogram, *, buckets: bool
+) -> MetricSample:
+    sample: MetricSample = {"labels": _labels(metric, labels), "value": None}
+    if buckets:
+        bounds = (*histogram.bounds, None)
+        sample["buckets"] = [list(each) for each in zip(bounds, accumulate(histogram.counts), strict=True)]
+    sample["sum"], sample["count"] = histogram.sum, sum(histogram.counts)
+    return sample

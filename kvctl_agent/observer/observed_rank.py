@@ -284,7 +284,7 @@ class ObservedRank:
         for row, diagnosis in zip(found, diagnoses, strict=True):
             # Otherwise it has ended since the document was published.
             if diagnosis is not None and row["failure"] is None and row["finished_at_ns"] is None:
-                row["owed_parts"] = [grown(parts, later_ns) for parts in diagnosis["owed_parts"]]
+                row["owed_parts"] = grown(diagnosis["owed_parts"], later_ns)
         return found
 
     def layers(self, room: int | None = None) -> list[LayerRow]:
@@ -345,7 +345,7 @@ class ObservedRank:
         if (state := published.ring) is None:
             return None
         later_ns, cells, now_ns = self._since(Document.STAGING), self.cells(), self.now_ns()
-        allocations: list[RingAllocation] = [grown(row, later_ns) for row in published.rows]
+        allocations: list[RingAllocation] = grown(published.rows, later_ns)
         oldest_ns = next((row["age_ns"] for row in allocations if not row["aside"]), 0)
         total = self.catch_up().metrics.total
         return {
@@ -364,8 +364,8 @@ class ObservedRank:
 
     def _gated_parts(self) -> list[GatedPart]:
         """Returns the parts of a prefill rank that are ready but may not be sent yet."""
-        published, later_ns = self._documents.read(Document.STAGING, GatedParts), self._since(Document.STAGING)
-        return [grown(row, later_ns) for row in published.rows]
+        published = self._documents.read(Document.STAGING, GatedParts)
+        return grown(published.rows, self._since(Document.STAGING))
 
     def peers(self) -> list[PeerRow]:
         """Returns its peers, each with its rooms, and those that do not answer with the kernel's TCP connections."""
@@ -374,7 +374,9 @@ class ObservedRank:
         for record in self.catch_up().rooms.active():
             for name in record.peers:
                 rooms[name] = rooms.get(name, 0) + 1
-        rows: list[Any] = [{**grown(row, later_ns), "rooms": rooms.get(row["peer"], 0)} for row in published]
+        rows = grown(published, later_ns)
+        for row in rows:
+            row["rooms"] = rooms.get(row["peer"], 0)
         suspect_ns = self.identity().suspect_s * 1e9
         troubled = [row for row in rows if row["address"] and _troubled(row, suspect_ns)] if not self.ended_ns else []
         if troubled:  # reading the kernel's tables takes a millisecond for each thousand connections of the host

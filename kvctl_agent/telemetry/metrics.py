@@ -15,6 +15,9 @@ from kvctl_agent.contract.metrics import METRICS_BY_NAME, Metric
 Series = tuple[str, tuple[str, ...]]
 """Name of a metric, and values of its labels."""
 
+Totals = dict[tuple[str, ...], float]
+"""Values of one counter, by the values of its labels."""
+
 Sample = tuple[str, float, tuple[str, ...]]
 """Name of a metric, value, and values of its labels."""
 
@@ -45,7 +48,7 @@ class Counters:
         self._memory = memory
         self._declared = declared
         self._adding = threading.RLock()  # a signal handler that closes the agent may interrupt its owner
-        self._places: dict[Series, int] = {}
+        self._places: dict[str, dict[tuple[str, ...], int]] = {}
         self._bytes = 0
         self.series: list[Series] = []
 
@@ -53,8 +56,9 @@ class Counters:
         """Adds `value` >= 0 to a counter."""
         if value < 0:
             raise ValueError(f"counter {name} cannot go down (by {value})")
-        place = self._places.get((name, labels))
-        if place is None:
+        try:
+            place = self._places[name][labels]
+        except KeyError:
             place = self._new(name, labels)
         with self._adding:
             self._memory.counters[place] += value
@@ -67,17 +71,13 @@ class Counters:
             return totals.get(labels, 0)
         return sum(totals.values())
 
-    def totals(self, name: str) -> dict[tuple[str, ...], float]:
+    def totals(self, name: str) -> Totals:
         """Returns the values of a counter by label values, without those that were never incremented."""
         declared = self._declared[name]
         if declared.kind != "counter":
             raise ValueError(f"{name} is a {declared.kind}, not a counter")
-        return {labels: value for (each, labels), value in self.values().items() if each == name}
-
-    def values(self) -> dict[Series, float]:
-        """Returns the values of all counters."""
-        cells = self._memory.counters
-        return {series: whole(cells[place]) for place, series in enumerate(self.series.copy())}
+        cells, places = self._memory.counters, self._places.get(name, {})
+        return {labels: whole(cells[place]) for labels, place in places.copy().items()}
 
     def _new(self, name: str, labels: tuple[str, ...]) -> int:
         """Returns the place of a series that has none yet, or of the series of all others."""
@@ -86,11 +86,12 @@ class Counters:
             size = _SERIES_BYTES + sum(len(text.encode("utf-8", "backslashreplace")) for text in (name, *labels))
             if len(self.series) >= _MOST_SERIES or self._bytes + size > _MOST_BYTES:
                 labels = (OTHER,) * len(labels)
-            if (name, labels) not in self._places:
+            places = self._places.setdefault(name, {})
+            if labels not in places:
                 self._bytes += size
-                self._places[name, labels] = len(self.series)
+                places[labels] = len(self.series)
                 self.series.append((name, labels))
-            return self._places[name, labels]
+            return places[labels]
 
     def _check(self, kind: str, name: str, labels: tuple[str, ...]) -> Metric:
         metric = self._declared.get(name)

@@ -80,7 +80,9 @@ _CALL_AT = _CELLS_AT + 8 * 10  # `Cell.CALL_NS` and the three that follow it
 _monotonic_ns, _get_ident = time.monotonic_ns, threading.get_ident
 _DOCUMENTS_AT = _CELLS_AT + 8 * CELLS
 _READ_AGAIN = 8
+_FIRST_READ_BYTES, _MORE_BYTES = 1024, 128  # of a document, at first, and more than it had the last time
 _LOCK_TRIES, _LOCK_AGAIN_S = 10, 0.005
+_STAT_BYTES = 4096  # more than /proc/PID/stat has
 _CRC_PIECE = 4096  # zlib gives the interpreter away for more, and takes it back late beside a busy engine
 
 
@@ -145,6 +147,11 @@ DOCUMENT_BYTES: dict[Document, int] = {
     Document.STACK: 4 << 10,
 }
 """Size of one buffer of each document, with its frame; a larger value is not published (`Cell.TOO_LARGE`)."""
+
+_DOCUMENT_AT = {
+    document: _DOCUMENTS_AT + 2 * sum(DOCUMENT_BYTES[other] for other in Document if other < document)
+    for document in Document
+}
 
 
 class Header(NamedTuple):
@@ -239,9 +246,15 @@ START_FIELD = 19
 def stat_fields(process: int | str) -> list[bytes]:
     """Returns the fields of /proc/PROCESS/stat from the third one on, the state; none if it cannot be read."""
     try:
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+        descriptor = os.open(f"/proc/{process}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return []
+    try:
+        return os.read(descriptor, _STAT_BYTES).rpartition(b")")[2].split()
+    except OSError:  # it has ended
+        return []
+    finally:
+        os.close(descriptor)
 
 
 def pid_namespace() -> int:
@@ -258,8 +271,7 @@ def log_offset() -> int:
 
 
 def _document_offset(document: Document, buffer: int) -> int:
-    before = sum(size for other, size in DOCUMENT_BYTES.items() if other < document)
-    return _DOCUMENTS_AT + 2 * before + buffer * DOCUMENT_BYTES[document]
+    return _DOCUMENT_AT[document] + buffer * DOCUMENT_BYTES[document]
 
 
 def _crc(data: bytes, crc: int) -> int:
@@ -518,6 +530,7 @@ class RegionReader:
             raise
         self.position = 0
         self._suspect: int | None = None  # position of a record that was damaged at the last look
+        self._likely_bytes: dict[Document, int] = {}  # of documents with their frames
 
     def close(self) -> None:
         """Closes the file; idempotent."""
@@ -529,6 +542,11 @@ class RegionReader:
         """Returns the fixed cells, to be indexed by `Cell`, as of one moment."""
         return struct.unpack(f"<{FIRST_COUNTER}q", self._read(_CELLS_AT, 8 * FIRST_COUNTER))
 
+    def cell(self, cell: int) -> int:
+        """Returns one of the fixed cells."""
+        value: int = _CELL.unpack(self._read(_CELLS_AT + 8 * cell, 8))[0]
+        return value
+
     def counters(self, count: int) -> tuple[float, ...]:
         """Returns the values of the first `count` counters."""
         count = min(count, MOST_COUNTERS)
@@ -536,7 +554,7 @@ class RegionReader:
 
     def ask(self, cell: int) -> int:
         """Raises `WANTED` or `REBASE` by one, and returns its new value."""
-        value = (self.cells()[cell] + 1) & 0x7FFF_FFFF_FFFF_FFFF
+        value = (self.cell(cell) + 1) & 0x7FFF_FFFF_FFFF_FFFF
         self._write(_CELLS_AT + 8 * cell, _CELL.pack(value))
         return value
 
@@ -546,15 +564,20 @@ class RegionReader:
 
     def document(self, document: Document) -> Published | None:
         """Returns a document as published last; None if it was not published yet, or if its content is damaged."""
+        most = DOCUMENT_BYTES[document]
         for _ in range(_READ_AGAIN):
-            (number,) = _CELL.unpack(self._read(_CELLS_AT + 8 * (Cell.PUBLISHED + document), 8))
+            number = self.cell(Cell.PUBLISHED + document)
             if number <= 0:
                 return None
             at = _document_offset(document, number % 2)
-            length, crc, at_ns = _DOCUMENT.unpack(self._read(at, _DOCUMENT.size))
-            if length <= DOCUMENT_BYTES[document] - _DOCUMENT.size:
-                value = self._read(at + _DOCUMENT.size, length)
+            block = self._read(at, self._likely_bytes.get(document, _FIRST_READ_BYTES))
+            length, crc, at_ns = _DOCUMENT.unpack_from(block)
+            if (end := _DOCUMENT.size + length) <= most:
+                if end > len(block):
+                    block += self._read(at + len(block), end - len(block))
+                value = block[_DOCUMENT.size : end]
                 if _crc(value, _document_seed(number, at_ns)) == crc:
+                    self._likely_bytes[document] = min(end + _MORE_BYTES, most)
                     return Published(value, at_ns, number)
         return None
 
@@ -611,7 +634,7 @@ class MemoryReader(RegionReader):
     def __init__(self, writer: RegionWriter) -> None:
         self.path = Path(writer.header.name)
         self.header = writer.header
-        self.position, self._suspect = 0, None
+        self.position, self._suspect, self._likely_bytes = 0, None, {}
         self._writer = writer
 
     def close(self) -> None:

@@ -136,7 +136,7 @@ def test_documents_of_an_agent_in_this_process_are_built_when_they_are_read() ->
 
 def test_ages_grow_and_unknown_ones_stay_unknown() -> None:
     row = {"age_ns": 5, "asked_age_ns": None, "bytes": 7}
-    assert grown(row, 10) == {"age_ns": 15, "asked_age_ns": None, "bytes": 7}
+    assert grown([row], 10) == [{"age_ns": 15, "asked_age_ns": None, "bytes": 7}]
     assert row["age_ns"] == 5
 
 

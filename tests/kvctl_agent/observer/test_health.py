@@ -112,14 +112,6 @@ def test_of_failed_rooms_only_recent_ones_and_a_limited_number_remain() -> None:
     assert (len(found["failed"]["rooms"]), found["omitted"]["failed"], found["failed"]["kept"]) == (20, 180, 200)
 
 
-def test_histograms_come_without_buckets_and_other_metrics_not_at_all() -> None:
-    sample = {"labels": {"stage": "wire"}, "value": None, "sum": 1.0, "count": 2}
-    family = {"name": "kvctl_stage_seconds", "kind": "histogram", "unit": "seconds", "help": "…"}
-    other = {**family, "name": "kvctl_room_seconds", "samples": [sample]}
-    found = answer(metrics=[{**family, "samples": [{**sample, "buckets": [[1.0, 2]]}]}, other])["metrics"]
-    assert found == [{**family, "help": "", "samples": [sample]}]
-
-
 def test_every_metric_and_setting_that_health_codes_read_is_declared() -> None:
     text = "\n".join(SOURCES)
     metrics = {name for name in re.findall(r'"(kvctl_[a-z_]+)"', text) if name in METRICS_BY_NAME}

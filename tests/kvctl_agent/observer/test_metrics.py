@@ -88,6 +88,14 @@ class TestValues:
         assert sample["count"] == 6
         assert sample["sum"] == pytest.approx(8.26)
 
+    def test_chosen_families_come_without_buckets(self) -> None:
+        metrics = Metrics()
+        metrics.observe("kvctl_stage_seconds", 1.0, "wire")
+        metrics.observe("kvctl_room_seconds", 1.0)
+        sample = {"labels": {"stage": "wire"}, "value": None, "sum": 1.0, "count": 1}
+        family = {"name": "kvctl_stage_seconds", "kind": "histogram", "unit": "seconds", "help": ""}
+        assert metrics.snapshot(["kvctl_stage_seconds"]) == [{**family, "samples": [sample]}]
+
     def test_reading_clears_nothing(self) -> None:
         metrics = Metrics()
         metrics.add("kvctl_rooms_opened_total", 1)
@@ -96,7 +104,7 @@ class TestValues:
 
     def test_counters_of_the_agent_and_of_the_observer_add_up(self) -> None:
         metrics = Metrics()
-        metrics.written = {("kvctl_parts_total", ("bulk",)): 2, ("kvctl_parts_total", ("slice",)): 3}
+        metrics.written = {"kvctl_parts_total": {("bulk",): 2, ("slice",): 3}}
         metrics.add("kvctl_parts_total", 4, "bulk")
         metrics.add("kvctl_connections_refused_total", 1)
         assert metrics.totals("kvctl_parts_total") == {("bulk",): 6, ("slice",): 3}

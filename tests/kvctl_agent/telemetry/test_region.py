@@ -228,7 +228,7 @@ class TestDocuments:
 
             def _read(self, offset: int, size: int) -> bytes:
                 self.reads += 1
-                if self.reads == 3:  # between the frame and the value
+                if self.reads == 2:  # between the number and the content
                     writer.publish(Document.STATE, b"two", 2)
                     writer.publish(Document.STATE, b"3-3", 3)
                 return super()._read(offset, size)
