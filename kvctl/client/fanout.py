@@ -2,7 +2,8 @@
 
 Each agent is a connection of that socket, addressed by a routing id of ours, so that an agent costs one file descriptor
 and a poll costs the same for one agent as for a thousand. Agents on TCP share a second socket, which has the keys.
-Agents of an observer that was asked for its agents (`Fanout.use_observer`) share one connection, that of the observer.
+Agents of an observer that was asked for its agents (`Fanout.use_observer`) share one connection, that of the observer,
+and one message has the requests to many of them, or their replies.
 
 Requests to one agent are pipelined, so that a command takes one round trip. Agents are asked in a sliding window: an
 agent leaves it when it has answered or has been silent for a while, so that the silence of some delays nobody else's
@@ -49,6 +50,7 @@ _NAMES_NS = 1_000_000_000  # for an observer to name its agents
 SHORTEST_PAUSE_NS = 1_000_000_000
 LONGEST_PAUSE_NS = 16_000_000_000
 """Bounds of the pauses after which a silent agent or observer is asked again."""
+_FRAME_OF_BATCH = 1024  # bytes: more than a reply of an observer has besides that of its agent
 _RECENT_NS = 10_000_000_000  # for which an address of a host name is used again
 _LOOK_UP_MS = 5
 _SILENCE_MS = 100  # without any answer, after which agents are checked for having ended
@@ -130,6 +132,8 @@ class _Round:
         window: agents in the order in which they leave the window, some of which have left it already.
         expected: number of agents in the window.
         refused: ids of requests that an observer has refused and that the agents themselves have not been sent yet.
+        batches: number of each request to an observer that is about to be sent, and the agents that it is for, by the
+            observer and the encoded calls.
     """
 
     replies: dict[int, Reply] = field(default_factory=dict)
@@ -138,6 +142,7 @@ class _Round:
     window: deque[_Flight] = field(default_factory=deque)
     expected: int = 0
     refused: deque[bytes] = field(default_factory=deque)
+    batches: dict[tuple[Endpoint, tuple[bytes, ...]], tuple[int, list[Endpoint]]] = field(default_factory=dict)
 
     def begin(self, flight: _Flight) -> None:
         """Adds an agent to which requests are about to be sent."""
@@ -353,6 +358,7 @@ class Fanout:
             while waiting and progress.expected < _WINDOW and self._make_room(waiting[0], most, progress):
                 endpoint = waiting.popleft()
                 self._send(endpoint, by_endpoint[endpoint], bodies, progress, expected_ns)
+            self._send_batches(progress)
             self._receive(progress, timeout_ns, _LOOK_UP_MS if names else _SILENCE_MS)
         return [progress.replies[index] for index in range(len(requests))]
 
@@ -364,37 +370,58 @@ class Fanout:
         progress: _Round,
         expected_ns: int,
     ) -> None:
-        """Sends all requests to one agent; `bodies` has the encoded calls by identity."""
-        request_ids = self._begin(endpoint, calls, progress, expected_ns)
-        for request_id, (_, call) in zip(request_ids, calls, strict=True):
-            body = bodies.get(id(call))
-            if body is None:
-                body = bodies[id(call)] = _body(call)
+        """Sends all requests to one agent, or adds them to a batch; `bodies` has the encoded calls by identity."""
+        for _, call in calls:
+            if id(call) not in bodies:
+                bodies[id(call)] = _body(call)
+        encoded = tuple([bodies[id(call)] for _, call in calls])
+        if (carrier := self._carrier(endpoint)).name == RELAY_SOCKET:
+            if (carrier, encoded) not in progress.batches:
+                progress.batches[carrier, encoded] = next(self._ids), []
+            number, agents = progress.batches[carrier, encoded]
+            request_ids = [b"%d.%d.%d" % (number, len(agents), place) for place in range(len(calls))]
+            agents.append(endpoint)
+            self._begin(endpoint, calls, request_ids, progress, expected_ns)
+            return
+        request_ids = [b"%d" % next(self._ids) for _ in calls]
+        self._begin(endpoint, calls, request_ids, progress, expected_ns)
+        for request_id, body in zip(request_ids, encoded, strict=True):
             if not self._put(request_id, body, progress):
                 return
 
+    def _send_batches(self, progress: _Round) -> None:
+        """Sends the requests to agents of observers."""
+        batches, progress.batches = progress.batches, {}
+        for (observer, bodies), (number, agents) in batches.items():
+            names = [b"" if each == observer else each.name.encode(errors="surrogateescape") for each in agents]
+            try:
+                self._send_frames(observer, [b"%d" % number, b"\0".join(bodies), b"\0".join(names)])
+            except zmq.ZMQError:
+                for each in agents:
+                    progress.fail(each, FaultCode.UNREACHABLE, "its observer closed the connection")
+                self.forget(observer)
+
     def _put(self, request_id: bytes, body: bytes, progress: _Round) -> bool:
-        """Sends a pending request; returns whether the connection takes more."""
-        endpoint, carrier = progress.pending[request_id].endpoint, progress.pending[request_id].carrier
-        frames = [self._route(carrier), MAGIC, request_id, body]
-        if carrier != endpoint:
-            frames.append(endpoint.name.encode(errors="surrogateescape"))
-        elif endpoint.path is not None and endpoint.path.name == RELAY_SOCKET:
-            frames.append(b"")
-        socket = self._sockets[bool(carrier.remote)]
+        """Sends a pending request to the agent itself; returns whether the connection takes more."""
+        endpoint = progress.pending[request_id].endpoint
         try:
-            for frame in frames[:-1]:
-                socket.send(frame, _MORE)
-            socket.send(frames[-1], _LAST)
+            self._send_frames(endpoint, [request_id, body])
         except zmq.Again:
             text = "its queue is full of unanswered requests"
             progress.end(request_id, _fault_reply(progress.pending[request_id], FaultCode.TIMEOUT, text))
         except zmq.ZMQError:  # no route: libzmq has just closed the connection, and has told its monitor why
             self._fail_closed(progress)
             progress.fail(endpoint, FaultCode.UNREACHABLE, "closed the connection before it was asked")
-            self.forget(carrier)
+            self.forget(endpoint)
             return False
         return True
+
+    def _send_frames(self, endpoint: Endpoint, frames: Sequence[bytes]) -> None:
+        route = self._route(endpoint)
+        socket = self._sockets[bool(endpoint.remote)]
+        for frame in (route, MAGIC, *frames[:-1]):
+            socket.send(frame, _MORE)
+        socket.send(frames[-1], _LAST)
 
     def _carrier(self, endpoint: Endpoint) -> Endpoint:
         """Returns whose connection requests to an agent take."""
@@ -405,22 +432,26 @@ class Fanout:
         return carrier
 
     def _begin(
-        self, endpoint: Endpoint, calls: Sequence[tuple[int, Call]], progress: _Round, expected_ns: int
-    ) -> list[bytes]:
-        """Adds the requests to one agent to the pending ones; returns their ids."""
-        request_ids = [b"%d" % next(self._ids) for _ in calls]
-        flight = _Flight(endpoint, set(request_ids), time.monotonic_ns() + expected_ns)
+        self,
+        endpoint: Endpoint,
+        calls: Sequence[tuple[int, Call]],
+        request_ids: Sequence[bytes],
+        progress: _Round,
+        expected_ns: int,
+    ) -> None:
+        """Adds the requests to one agent to the pending ones."""
+        sent_at_ns, started_ns = time.time_ns(), time.monotonic_ns()
+        flight = _Flight(endpoint, set(request_ids), started_ns + expected_ns)
         progress.begin(flight)
         carrier = self._carrier(endpoint)
         for request_id, (index, call) in zip(request_ids, calls, strict=True):
-            progress.pending[request_id] = _Pending(index, flight, carrier, call, time.time_ns(), time.monotonic_ns())
-        return request_ids
+            progress.pending[request_id] = _Pending(index, flight, carrier, call, sent_at_ns, started_ns)
 
     def _fail(
         self, endpoint: Endpoint, calls: Sequence[tuple[int, Call]], progress: _Round, code: str, text: str
     ) -> None:
         """Ends the requests to an agent that cannot be asked."""
-        self._begin(endpoint, calls, progress, 0)
+        self._begin(endpoint, calls, [b"%d" % next(self._ids) for _ in calls], progress, 0)
         progress.fail(endpoint, code, text)
 
     def _fail_closed(self, progress: _Round) -> None:
@@ -505,7 +536,7 @@ class Fanout:
             socket = self._sockets[remote] = self._context.socket(zmq.ROUTER)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, _HIGH_WATER)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES + _FRAME_OF_BATCH)
             # Without it a request to a full queue is dropped silently.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if remote:
@@ -559,16 +590,24 @@ class Fanout:
                 text = f"speaks another protocol than {MAGIC.decode()}: first frame {b''.join(frames[:1])[:16]!r}"
                 progress.fail(endpoint, FaultCode.PROTOCOL, text)
                 continue
-            answered = progress.pending.get(frames[1])
-            if answered is None or answered.carrier != endpoint:
-                continue
-            reply = _decoded(answered, frames[2])
-            refused = reply.fault is not None and reply.fault.code == ErrorCode.UNKNOWN_AGENT
-            if refused and answered.carrier != answered.endpoint:
-                answered.carrier = self._carriers[answered.endpoint] = answered.endpoint
-                progress.refused.append(frames[1])
-            else:
-                progress.end(frames[1], reply)
+            if endpoint.name != RELAY_SOCKET:
+                self._take(endpoint, frames[1], _parsed(frames[2]), progress)
+            elif isinstance(answers := _parsed(frames[2]), list):
+                for request_id, answer in answers:
+                    self._take(endpoint, request_id.encode(), answer, progress)
+
+    def _take(self, carrier: Endpoint, request_id: bytes, answer: Any, progress: _Round) -> None:
+        """Takes one answer that has arrived over a connection."""
+        answered = progress.pending.get(request_id)
+        if answered is None or answered.carrier != carrier:
+            return
+        reply = _read(answered, answer)
+        refused = reply.fault is not None and reply.fault.code == ErrorCode.UNKNOWN_AGENT
+        if refused and carrier != answered.endpoint:
+            answered.carrier = self._carriers[answered.endpoint] = answered.endpoint
+            progress.refused.append(request_id)
+        else:
+            progress.end(request_id, reply)
 
     def _send_refused(self, most: int, progress: _Round) -> None:
         """Sends requests for agents that their observer serves no more to these, over connections of their own.
@@ -588,12 +627,19 @@ def _body(call: Call) -> bytes:
     return orjson.dumps({"cmd": call.command, "args": call.args})
 
 
-def _decoded(waiting: _Pending, body: bytes) -> Reply:
+def _parsed(body: bytes) -> Any:
+    """Returns the value of JSON, or the error if it is none."""
     try:
-        answer = orjson.loads(body)
+        return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        return _fault_reply(waiting, FaultCode.PROTOCOL, f"its answer to {waiting.call.command} is not JSON: {error}")
+        return error
+
+
+def _read(waiting: _Pending, answer: Any) -> Reply:
     match answer:
+        case orjson.JSONDecodeError():
+            text = f"its answer to {waiting.call.command} is not JSON: {answer}"
+            return _fault_reply(waiting, FaultCode.PROTOCOL, text)
         case {"ok": True, "data": data}:
             return _reply(waiting, data, None)
         case {"ok": False, "error": {"code": str(code), "message": str(message)}}:

@@ -34,9 +34,13 @@ SOCKET_DIR_VARIABLE = "KVCTL_SOCKET_DIR"
 OBSERVER_SOCKET = "observer.ctl"
 """Name of the Unix socket, in the directory of the admin sockets, at which agents register with the observer process;
 it refuses connections if that process was killed."""
-RELAY_SOCKET = "observer.agents"
-"""Name of the Unix socket, in the same directory, at which the observer process answers for each of its agents. A
-request has a fourth frame, the agent's name, and gets that agent's reply; one with an empty name gets all names."""
+RELAY_SOCKET = "observer.batch"
+"""Name of the Unix socket, in the same directory, at which the observer process answers for all of its agents.
+
+A request has the frames `[MAGIC, number, bodies, names]`: bodies as those of requests to one agent, and agents' names,
+each joined by NUL bytes. Each body is for each of the agents; an empty name stands for the observer, which answers with
+the names of all. Replies are joined, too: `[MAGIC, b"", JSON]`, with an array of pairs of "number.agent.body", where
+agent and body are indexes, and the reply."""
 
 
 class ErrorCode(StrEnum):

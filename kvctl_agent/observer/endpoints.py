@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from kvctl_agent.contract.addresses import AddressError, parse_listening
-from kvctl_agent.contract.admin import MAX_REQUEST_BYTES
+from kvctl_agent.contract.admin import MAGIC, MAX_REQUEST_BYTES
 from kvctl_agent.contract.commands import Level
 from kvctl_agent.errors import AdminError, ConfigError
 from kvctl_agent.host.keys import KeyFileError, KeyPair
@@ -28,6 +28,7 @@ _RECEIVE_QUEUE = 64
 # A request between MAX_REQUEST_BYTES and this limit is refused with an error; a larger frame closes the connection.
 FRAME_LIMIT = 2 * MAX_REQUEST_BYTES
 _MOST_STALLED = 1024
+_BATCH_BYTES, _MOST_PARTS = 32 << 10, 1 << 14
 _MOST_FRAMES = 4  # one more than a request has, so that a longer one is recognised
 # Limits how long a half-open handshake, or a client whose machine is down, occupies a descriptor.
 _HANDSHAKE_MS = 10_000
@@ -135,6 +136,55 @@ class UnixEndpoint(AdminEndpoint):
 
     def _send(self, frames: list[bytes], timeout_ms: int) -> None:
         self._router.send_multipart(frames, timeout_ms=timeout_ms)
+
+
+class BatchEndpoint(UnixEndpoint):
+    """Unix socket for requests to many agents at once, see `RELAY_SOCKET`; anything else that arrives is dropped.
+
+    Each agent's part of such a request is a `ClientRequest` of its own, with a fourth frame, the agent's name. Replies
+    to one client wait for `flush`, or until they have 32 KiB: then they take one message, and wake the client once.
+    """
+
+    def __init__(self, router: UnixRouter, most_unread: int) -> None:
+        super().__init__(router, most_unread)
+        self._held: dict[bytes, list[bytes]] = {}
+        self._held_bytes: dict[bytes, int] = {}
+
+    def receive(self) -> list[ClientRequest]:
+        return [
+            ClientRequest(identity, part, Level.ADMIN, "socket")
+            for identity, *frames in self._router.recv_all()
+            for part in _parts(frames)
+        ]
+
+    def send(self, identity: bytes, frames: list[bytes]) -> bool:
+        _, number, reply = frames
+        self._held.setdefault(identity, []).append(b'["%b",%b]' % (number, reply))
+        size = self._held_bytes[identity] = self._held_bytes.get(identity, 0) + len(reply)
+        return size < _BATCH_BYTES or self._release(identity)
+
+    def flush(self) -> None:
+        """Sends the replies that are held."""
+        for identity in tuple(self._held):
+            self._release(identity)
+
+    def _release(self, identity: bytes) -> bool:
+        del self._held_bytes[identity]
+        return super().send(identity, [MAGIC, b"", b"[%b]" % b",".join(self._held.pop(identity))])
+
+
+def _parts(frames: list[bytes]) -> list[list[bytes]]:
+    """Returns the frames of the request to each agent; none if it is no such request, or has too many parts."""
+    if len(frames) != 4 or frames[0] != MAGIC or not frames[1].isdigit():
+        return []
+    number, bodies, names = frames[1], frames[2].split(b"\0"), frames[3].split(b"\0")
+    if len(bodies) * len(names) > _MOST_PARTS:
+        return []
+    return [
+        [MAGIC, b"%b.%d.%d" % (number, agent, place), body, name]
+        for agent, name in enumerate(names)
+        for place, body in enumerate(bodies)
+    ]
 
 
 class CurveEndpoint(AdminEndpoint):

@@ -114,9 +114,7 @@ def _labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
     return dict(zip(metric.labels, map(str, values), strict=True))
 
 
-def _histogram_sample(
-    metric: Metric, labels: tuple[str, ...], histogram: _Histogram, *, buckets: bool
-) -> MetricSample:
+def _histogram_sample(metric: Metric, labels: tuple[str, ...], histogram: _Histogram, *, buckets: bool) -> MetricSample:
     sample: MetricSample = {"labels": _labels(metric, labels), "value": None}
     if buckets:
         bounds = (*histogram.bounds, None)

@@ -42,7 +42,7 @@ from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import AdminError, ConfigError, KvctlError, RegionError, RemoteProtocolError, RequestRefused
 from kvctl_agent.host.keys import KeyPair
 from kvctl_agent.host.sockets import directory_lock, peer_uid, prune, shortage
-from kvctl_agent.observer.endpoints import FRAME_LIMIT, AdminEndpoint, ClientRequest, RemoteEndpoint, UnixEndpoint
+from kvctl_agent.observer.endpoints import FRAME_LIMIT, AdminEndpoint, BatchEndpoint, ClientRequest, RemoteEndpoint
 from kvctl_agent.observer.link_messages import (
     Answer,
     Ask,
@@ -83,7 +83,6 @@ _MOST_FAULTS = 1000
 _LONGEST_TRACEBACK = 16 << 10
 _LONGEST_NAME = 200
 _MOST_UNREAD = 4 << 20  # bytes of replies to one client, until its requests wait
-_HOLD_BYTES = 32 << 10  # of replies to one client, which sends requests to many workers at once
 
 
 class Lease:
@@ -235,9 +234,9 @@ def _with(text: str) -> str:
 
 
 class Relay:
-    """Socket of the observer itself: passes each request to the worker that it names, which replies over it.
+    """Socket of the observer itself: passes requests to the workers that they name, which reply over it.
 
-    So a client asks hundreds of workers over one connection. Like their own Unix sockets it is open to this user only.
+    So a client asks hundreds of workers at once. Like their own Unix sockets it is open to this user only.
     A name whose socket another process has bound, as an agent that serves itself does in the place of a black box, is
     not served.
 
@@ -247,17 +246,17 @@ class Relay:
 
     def __init__(self, path: Path, services: Mapping[str, _Served]) -> None:
         path.unlink(missing_ok=True)  # of an observer that was killed
-        self._router = UnixRouter(path, FRAME_LIMIT, hold_bytes=_HOLD_BYTES)
-        self.endpoints: list[AdminEndpoint] = [UnixEndpoint(self._router, _MOST_UNREAD)]
+        self._endpoint = BatchEndpoint(UnixRouter(path, FRAME_LIMIT), _MOST_UNREAD)
+        self.endpoints: list[AdminEndpoint] = [self._endpoint]
         self._services = services
         self._sequence = _first_sequence()
 
     def answer(self, endpoint: AdminEndpoint, received: ClientRequest) -> PendingReply | None:
         *frames, last = received.frames
-        name = last.decode(errors="surrogateescape") if len(frames) == 3 else ""
+        name = last.decode(errors="surrogateescape")
         if (served := self._services.get(name)) is not None and served.worker.service.has_path:
             return served.worker.service.answer(endpoint, received._replace(frames=frames))
-        if len(frames) == 3 and not name:
+        if not name:
             content: dict[str, Any] = {
                 "ok": True,
                 "data": [name for name, served in self._services.items() if served.worker.service.has_path],
@@ -272,11 +271,11 @@ class Relay:
 
     def flush(self) -> None:
         """Sends the replies that wait to be sent together."""
-        self._router.flush()
+        self._endpoint.flush()
 
     def close(self) -> None:
         """Closes the socket; its file stays."""
-        self._router.close()
+        self._endpoint.close()
 
 
 class Observer:

@@ -208,7 +208,6 @@ class _Connection:
         self.decoder = MessageDecoder(max_bytes)
         self.queue: collections.deque[memoryview] = collections.deque()
         self.queued_bytes = 0
-        self.held = bytearray()  # until `flush`
         self.waits = False  # for space in the socket's send buffer
         self.spoken = False  # the peer has sent a message
         self.active_ns = time.monotonic_ns()
@@ -231,7 +230,6 @@ class UnixRouter:
         *,
         peers_choose_names: bool = False,
         spare: int = SPARE_DESCRIPTORS,
-        hold_bytes: int = 0,
     ) -> None:
         """Binds to `path`, which must not exist, and listens.
 
@@ -244,8 +242,6 @@ class UnixRouter:
             peers_choose_names: peers are identified by the routing id that they send, and a new connection replaces an
                 older one with the same id. Otherwise each connection gets a unique id.
             spare: descriptors in reserve for when the process has no others.
-            hold_bytes: what is sent to one peer waits for `flush`, or until it has so many bytes: many small messages
-                then take one system call, and wake the peer once.
 
         Raises:
             OSError: the path cannot be bound, or too few descriptors are free.
@@ -257,8 +253,6 @@ class UnixRouter:
         self._refused = refused or (lambda _: None)
         self._peers_choose_names = peers_choose_names
         self._spare_count = spare
-        self._hold_bytes = hold_bytes
-        self._holding: set[_Connection] = set()
         self._by_fd: dict[int, _Connection] = {}
         self._by_name: dict[bytes, _Connection] = {}
         self._arrived: collections.deque[list[bytes]] = collections.deque()
@@ -370,11 +364,6 @@ class UnixRouter:
         self._update_signal()
         if self._by_fd.get(connection.fd) is not connection:
             raise zmq.ZMQError(errno.EHOSTUNREACH)
-
-    def flush(self) -> None:
-        """Sends what is held."""
-        for connection in tuple(self._holding):
-            self._release(connection)
 
     def close(self, linger_ms: int = 0) -> None:
         """Sends queued messages for at most `linger_ms`, then closes all connections; keeps the path. Idempotent."""
@@ -507,20 +496,6 @@ class UnixRouter:
         self._by_name[connection.name] = connection
 
     def _queue(self, connection: _Connection, data: bytes) -> None:
-        if not self._hold_bytes or connection.queue:
-            self._send(connection, data)
-            return
-        connection.held += data
-        self._holding.add(connection)
-        if len(connection.held) >= self._hold_bytes:
-            self._release(connection)
-
-    def _release(self, connection: _Connection) -> None:
-        self._holding.discard(connection)
-        held, connection.held = connection.held, bytearray()
-        self._send(connection, bytes(held))
-
-    def _send(self, connection: _Connection, data: bytes) -> None:
         sent = 0
         if not connection.queue:
             try:
@@ -567,7 +542,6 @@ class UnixRouter:
         if self._by_name.get(connection.name) is connection:
             del self._by_name[connection.name]
         connection.queue.clear()
-        self._holding.discard(connection)
         connection.socket.close()
 
     def _free_descriptor(self) -> bool:

@@ -42,7 +42,7 @@ class Client:
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def receive(self) -> tuple[bytes, bytes, dict[str, Any]]:
+    def receive(self) -> tuple[bytes, bytes, Any]:
         magic, request_id, body = self.socket.recv_multipart()
         return magic, request_id, orjson.loads(body)
 
@@ -116,3 +116,11 @@ def connect() -> Iterator[Callable[..., Client]]:
     yield to
     for client in clients:
         client.close()
+
+
+def ask_relay(relay: Client, name: bytes, body: bytes = b'{"cmd": "hello"}') -> Any:
+    """Returns the reply of one agent."""
+    relay.send(MAGIC, b"7", body, name)
+    _, _, ((request_id, reply),) = relay.receive()
+    assert request_id == "7.0.0"
+    return reply

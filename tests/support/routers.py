@@ -41,6 +41,21 @@ def router(*addresses: str, answer: Answer) -> Iterator[str]:
         context.term()
 
 
+def batched(answer: Answer) -> Answer:
+    """Answers as an observer: `answer` gets the frames of the request to each agent, and its name as the fourth."""
+
+    def answer_all(frames: list[bytes]) -> list[bytes] | None:
+        parts = [
+            answer([frames[0], b"%b.%d.%d" % (frames[1], agent, place), body, name])
+            for agent, name in enumerate(frames[3].split(b"\0"))
+            for place, body in enumerate(frames[2].split(b"\0"))
+        ]
+        replies = [b'["%b",%b]' % (part[1], part[2]) for part in parts if part is not None]
+        return [b"KVA1", b"", b"[%b]" % b",".join(replies)] if replies else None
+
+    return answer_all
+
+
 def answer_with(frames: list[bytes], data: Any) -> list[bytes]:
     """Answers a request."""
     return [b"KVA1", frames[1], orjson.dumps({"ok": True, "data": data})]

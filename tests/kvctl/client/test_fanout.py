@@ -23,7 +23,7 @@ from kvctl.client.fanout import Fanout, Reply
 from kvctl.client.faults import Fault, FaultCode
 from kvctl_agent.contract.admin import RELAY_SOCKET
 from tests.support.names import Names
-from tests.support.routers import Answer, answer_with, refused, router
+from tests.support.routers import Answer, answer_with, batched, refused, router
 
 HELLO = Call("hello")
 FAST_NS = 150_000_000
@@ -237,7 +237,7 @@ class TestObserver:
         for endpoint in endpoints:
             assert endpoint.path is not None
             endpoint.path.touch()
-        with agent_at(socket_directory / RELAY_SOCKET, self.observer(names, asked)), Fanout() as fanout:
+        with agent_at(socket_directory / RELAY_SOCKET, batched(self.observer(names, asked))), Fanout() as fanout:
             assert fanout.use_observer(socket_directory, LONG_NS) == set(names)
             replies = fanout.ask([(endpoint, call) for endpoint in endpoints for call in (HELLO, HELLO)], LONG_NS)
             assert [reply.data for reply in replies] == [name for name in names for _ in range(2)]
@@ -246,7 +246,7 @@ class TestObserver:
 
     def test_one_that_it_serves_no_more_is_asked_itself(self, socket_directory: Path) -> None:
         asked: list[bytes] = []
-        relay = agent_at(socket_directory / RELAY_SOCKET, self.observer(["ended", "other"], asked))
+        relay = agent_at(socket_directory / RELAY_SOCKET, batched(self.observer(["ended", "other"], asked)))
         with (
             relay,
             agent_at(socket_directory / "ended.sock", lambda frames: answer_with(frames, "itself")) as ended,
@@ -275,7 +275,7 @@ class TestObserver:
 
         asked: list[str] = []
         observer, agent = (
-            agent_at(socket_directory / RELAY_SOCKET, relay),
+            agent_at(socket_directory / RELAY_SOCKET, batched(relay)),
             agent_at(socket_directory / "a0.sock", itself),
         )
         with observer, agent as endpoint, Fanout() as fanout:
@@ -320,7 +320,7 @@ class TestObserver:
         monkeypatch.setattr(Fanout, "_connections_allowed", allowed)
         monkeypatch.setattr(Fanout, "_put", counting)
         agents = mixed_agents(socket_directory, answering=8, silent=0)
-        with agent_at(socket_directory / RELAY_SOCKET, relay), agents as endpoints, Fanout() as fanout:
+        with agent_at(socket_directory / RELAY_SOCKET, batched(relay)), agents as endpoints, Fanout() as fanout:
             fanout.use_observer(socket_directory, LONG_NS)
             replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], LONG_NS)
         assert [reply.data for reply in replies] == [{}] * 8

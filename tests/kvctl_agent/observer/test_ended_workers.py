@@ -16,10 +16,11 @@ import msgspec
 import pytest
 
 from kvctl.cli import run
-from kvctl_agent.contract.admin import ENDED_SUFFIX, MAGIC, OBSERVER_SOCKET, RELAY_SOCKET, region_directory
+from kvctl_agent.contract.admin import ENDED_SUFFIX, OBSERVER_SOCKET, RELAY_SOCKET, region_directory
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.host.sockets import prune_black_boxes
 from kvctl_agent.telemetry.region import NEW_SUFFIX, SUFFIX, Document
+from tests.support.admin_client import ask_relay
 from tests.support.observed_workers import (
     Connect,
     Linked,
@@ -101,23 +102,19 @@ class TestEndOfTheWorker:
         process.wait()
         until(lambda: connect(at(directory)).ask("hello")["data"]["ended_age_ns"] is not None, "black box")
         relay = connect(directory / RELAY_SOCKET)
-        relay.send(MAGIC, b"1", b'{"cmd": "hello"}', b"decode-0")
-        assert relay.receive()[2]["data"]["pid"] == process.pid
+        assert ask_relay(relay, b"decode-0")["data"]["pid"] == process.pid
         linked("decode-0", observer="thread")
-        relay.send(MAGIC, b"2", b'{"cmd": "hello"}', b"decode-0")
-        assert relay.receive()[2]["error"]["code"] == "unknown-agent"
+        assert ask_relay(relay, b"decode-0")["error"]["code"] == "unknown-agent"
         assert connect(at(directory)).ask("hello")["data"]["pid"] == os.getpid()
         former = f"decode-0.ended-{process.pid}"
 
         def names() -> list[str]:
-            relay.send(MAGIC, b"3", b"", b"")
-            found: list[str] = relay.receive()[2]["data"]
+            found: list[str] = ask_relay(relay, b"", b"")["data"]
             assert "decode-0" not in found
             return found
 
         until(lambda: names() == [former], "new name of the black box")
-        relay.send(MAGIC, b"4", b'{"cmd": "hello"}', former.encode())
-        assert relay.receive()[2]["data"]["pid"] == process.pid
+        assert ask_relay(relay, former.encode())["data"]["pid"] == process.pid
 
     def test_another_observer_goes_on_with_it(
         self, elsewhere: Any, linked: Any, connect: Connect, directory: Path

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 import zmq
 
@@ -31,6 +32,7 @@ from kvctl_agent.observer import link as link_module
 from kvctl_agent.observer.link_messages import Ask, Registered, encode
 from kvctl_agent.observer.process import remove_abandoned
 from kvctl_agent.telemetry.region import SUFFIX, Cell, Document, Header, RegionWriter
+from tests.support.admin_client import ask_relay
 from tests.support.observed_workers import (
     Connect,
     Linked,
@@ -205,23 +207,42 @@ class TestRelay:
         relay = connect(directory / RELAY_SOCKET)
         assert stat.S_IMODE((directory / RELAY_SOCKET).stat().st_mode) == 0o600
         for name, pid in (("decode-0", os.getpid()), ("decode-1", process.pid)):
-            relay.send(MAGIC, name.encode(), b'{"cmd": "hello"}', name.encode())
-            _, request_id, reply = relay.receive()
-            assert (request_id, reply["data"]["name"], reply["data"]["pid"]) == (name.encode(), name, pid)
-            assert reply["data"]["level"] == "admin"
-        relay.send(MAGIC, b"1", b'{"cmd": "drain"}', b"decode-0")
-        assert relay.receive()[2]["data"] == [{"result": "draining"}]
-        relay.send(MAGIC, b"2", b"", b"")
-        assert sorted(relay.receive()[2]["data"]) == ["decode-0", "decode-1"]
+            data = ask_relay(relay, name.encode())["data"]
+            assert (data["name"], data["pid"], data["level"]) == (name, pid, "admin")
+        assert ask_relay(relay, b"decode-0", b'{"cmd": "drain"}')["data"] == [{"result": "draining"}]
+        assert sorted(ask_relay(relay, b"", b"")["data"]) == ["decode-0", "decode-1"]
 
-    @pytest.mark.parametrize("frames", [(b"{}", b"prefill-9"), (b"{}",), (b"{}", b"\xff")])
-    def test_any_other_name_is_refused(
+    def test_one_request_asks_several_workers_several_commands(
+        self, linked: Any, elsewhere: Any, connect: Connect, directory: Path
+    ) -> None:
+        linked("decode-0")
+        elsewhere("decode-1")
+        relay, found = connect(directory / RELAY_SOCKET), dict[str, Any]()
+        bodies, names = b'{"cmd": "hello"}\0{"cmd": "status"}\0{"cmd": "no"}', b"decode-1\0decode-0\0decode-2"
+        relay.send(MAGIC, b"7", bodies, names)
+        while len(found) < 9:
+            found.update(relay.receive()[2])
+        assert found.keys() == {f"7.{agent}.{place}" for agent in range(3) for place in range(3)}
+        for agent, name in ((0, "decode-1"), (1, "decode-0")):
+            assert {found[f"7.{agent}.{place}"]["data"]["name"] for place in (0, 1)} == {name}
+            assert found[f"7.{agent}.2"]["error"]["code"] == "unknown-command"
+        assert {found[f"7.2.{place}"]["error"]["code"] for place in range(3)} == {"unknown-agent"}
+
+    @pytest.mark.parametrize("name", [b"prefill-9", b"\xff"])
+    def test_any_other_name_is_refused(self, linked: Any, connect: Connect, directory: Path, name: bytes) -> None:
+        linked()
+        assert ask_relay(connect(directory / RELAY_SOCKET), name)["error"]["code"] == "unknown-agent"
+
+    @pytest.mark.parametrize(
+        "frames", [(b"1", b"{}"), (b'1"', b"{}", b"decode-0"), (b"1", bytes(200), bytes(200)), (b"1", b"", b"", b"")]
+    )
+    def test_what_is_no_batch_is_dropped(
         self, linked: Any, connect: Connect, directory: Path, frames: tuple[bytes, ...]
     ) -> None:
         linked()
         relay = connect(directory / RELAY_SOCKET)
-        relay.send(MAGIC, b"1", *frames)
-        assert relay.receive()[2]["error"]["code"] == "unknown-agent"
+        relay.send(MAGIC, *frames)
+        assert ask_relay(relay, b"decode-0")["ok"]
 
     def test_a_client_that_reads_late_gets_all_answers(
         self, linked: Any, connect: Connect, directory: Path, zmq_context: zmq.Context[zmq.Socket[bytes]]
@@ -235,16 +256,15 @@ class TestRelay:
                 client.send_multipart([MAGIC, b"%d" % number, b'{"cmd": "commands"}', b"decode-0"])
             other = connect(directory / RELAY_SOCKET)
             for _ in range(100):
-                other.send(MAGIC, b"1", b'{"cmd": "hello"}', b"decode-0")
-                other.receive()
-            found, size = [], 0
+                ask_relay(other, b"decode-0")
+            found, size = list[str](), 0
             while len(found) < 4000:
                 assert client.poll(60_000), f"{len(found)} answers"
-                _, request_id, reply = client.recv_multipart()
-                found.append(int(request_id))
-                size += len(reply)
+                *_, replies = client.recv_multipart()
+                found += [request_id for request_id, _ in orjson.loads(replies)]
+                size += len(replies)
             assert size > 20 << 20
-            assert found == list(range(4000))
+            assert found == [f"{number}.0.0" for number in range(4000)]
 
     def test_a_path_that_is_too_long_for_it_costs_the_workers_nothing(self, directory: Path, connect: Connect) -> None:
         long = directory / ("d" * (92 - len(os.fspath(directory))))
