@@ -14,9 +14,9 @@ import click
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_options import GroupedCommand, bench_options, grouped_option
 from kvctl.commands.bench_request import resolve
-from kvctl.commands.doctor import next_step
+from kvctl.commands.doctor import blocks, next_step
 from kvctl.commands.mutations import once_and_live
-from kvctl.commands.options import pass_settings
+from kvctl.commands.options import Parsed, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
@@ -24,10 +24,10 @@ from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity, counted
 from kvctl.lab.preflight.judge import findings, pair_rows
 from kvctl.lab.preflight.manifest import manifest
-from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results, place_ranks
+from kvctl.lab.preflight.run import Options, PlannedRank, Preflight, Results, place_ranks
 from kvctl.lab.ranks.planner import plan as make_plan
 from kvctl.lab.ranks.request import DEVICES, Load, Tokens
-from kvctl.render.findings import headline, paragraph, row
+from kvctl.render.findings import row
 from kvctl.render.preflight import PREFLIGHT, draw_rates
 from kvctl.render.report import Block, Grid, Report, Text
 from kvctl.render.units import parse_seconds
@@ -44,13 +44,13 @@ _LEAST_DEADLINE_NS = 100_000_000
 _ANY_MEMORY_BYTES = 1 << 60
 
 
-def _host(text: str) -> HostName:
+def _host(text: str) -> tuple[str, str]:
     name, _, address = text.partition("=")
     if not _HOST.fullmatch(name) or name.startswith("-"):
         raise ValueError(f"{text!r} is not a host: write NAME, USER@NAME or NAME=ADDRESS")
     if address and ip_address(address) is None:
         raise ValueError(f"{text!r}: {address!r} is not an IP address")
-    return HostName(name, address)
+    return name, address
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -61,10 +61,7 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def _command(text: str) -> tuple[str, ...]:
-    command = tuple(shlex.split(text))
-    if not command:
-        raise ValueError("no command is given")
-    return command
+    return tuple(shlex.split(_given(text, "command")))
 
 
 def _deadline(text: str) -> int:
@@ -74,9 +71,9 @@ def _deadline(text: str) -> int:
     return deadline_ns
 
 
-def _image(text: str) -> str:
+def _given(text: str, noun: str = "image") -> str:
     if not text.strip():
-        raise ValueError("no image is given")
+        raise ValueError(f"no {noun} is given")
     return text
 
 
@@ -106,7 +103,7 @@ def _options() -> list[click.Parameter]:
     )
     params = "Parameters of the transport, as the key transport_params: protocol=rdma for Mooncake."
     return [
-        click.Argument(["hosts"], nargs=-1, required=True, metavar="HOST..."),
+        click.Argument(["hosts"], nargs=-1, required=True, metavar="HOST...", type=Parsed("host", _host)),
         *taken,
         grouped_option(transfer, "--transport", None, "Engine.", type=click.Choice(_TRANSPORTS), default="nixl"),
         grouped_option(transfer, "--transport-params params", "NAME=VALUE,…", params, _params, default=""),
@@ -116,7 +113,7 @@ def _options() -> list[click.Parameter]:
         grouped_option(start, "--ssh", "COMMAND", ssh, _command),
         grouped_option(start, "--python", "COMMAND", python, _plain_command, default="python3"),
         grouped_option(start, "--env environment", "NAME=VALUE", env, _assignment, multiple=True),
-        grouped_option(start, "--manifest", "IMAGE", image, _image),
+        grouped_option(start, "--manifest", "IMAGE", image, _given),
     ]
 
 
@@ -141,7 +138,7 @@ def _params(text: str) -> dict[str, str]:
     ],
 )
 @pass_settings
-def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> None:
+def preflight(settings: Settings, hosts: tuple[tuple[str, str], ...], **options: Any) -> None:
     """Move memory between hosts before a model loads: rate, latency and lane of each pair of ranks.
 
     Starts a process for each rank of the layout, over SSH, on the HOSTs: prefill ranks on the first of them, decode
@@ -155,8 +152,11 @@ def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> Non
     once_and_live(settings)
     output = Output(settings)
     output.selection(PREFLIGHT)
-    names = _host_names(hosts)
-    ranks, pairs = _layout(names, options)
+    addresses = dict(hosts)
+    if len(addresses) < len(hosts):
+        twice = next(name for name in addresses if [other for other, _ in hosts].count(name) > 1)
+        raise click.BadParameter(f"{twice} is given twice", param_hint="HOST")
+    ranks, pairs = _layout([*addresses], options)
     chosen = Options(
         options["transport"],
         options["params"],
@@ -167,11 +167,11 @@ def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> Non
         options["deadline"] / 1e9,
     )
     if options["manifest"] is not None:
-        output.write(manifest(options["manifest"], names, ranks, chosen))
+        output.write(manifest(options["manifest"], [*addresses], ranks, chosen))
         return
     shown = sys.stderr.isatty() and not settings.quiet
     try:
-        with Preflight(names, ranks, pairs, chosen, progress if shown else lambda _: None) as run:
+        with Preflight(addresses, ranks, pairs, chosen, progress if shown else lambda _: None) as run:
             run.run()
             rows = pair_rows(ranks, pairs, run.results)
             for _ in range(_ROUNDS_OF_SLOW_PAIRS):
@@ -192,24 +192,13 @@ def preflight(settings: Settings, hosts: tuple[str, ...], **options: Any) -> Non
             rows,
             answered=len(results.begun),
             objects=lambda kept: [_document(kept, ranks, results, found, not wrong)],
-            blocks=lambda kept, width: _blocks(kept, width, found, rows, len(names)),
+            blocks=lambda kept, width: _blocks(kept, width, found, rows, len(hosts)),
         )
     )
     raise click.exceptions.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
 
 
-def _host_names(hosts: Sequence[str]) -> list[HostName]:
-    try:
-        names = [_host(each) for each in hosts]
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="HOST") from error
-    twice = next((each.name for each in names if [other.name for other in names].count(each.name) > 1), None)
-    if twice is not None:
-        raise click.BadParameter(f"{twice} is given twice", param_hint="HOST")
-    return names
-
-
-def _layout(hosts: Sequence[HostName], options: Mapping[str, Any]) -> tuple[list[PlannedRank], list[tuple[str, str]]]:
+def _layout(hosts: Sequence[str], options: Mapping[str, Any]) -> tuple[list[PlannedRank], list[tuple[str, str]]]:
     """Returns the ranks of the layout, and the pairs of a prefill and a decode rank that transfer."""
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
@@ -224,15 +213,9 @@ def _layout(hosts: Sequence[HostName], options: Mapping[str, Any]) -> tuple[list
         ranks = place_ranks(hosts, plan, options["device"] == "cuda")
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    several = len(request.prefill) > 1
-    shares = [
-        (
-            f"p{share['instance']}-prefill-{share['writer']}" if several else f"prefill-{share['writer']}",
-            share["reader"],
-        )
-        for share in plan["shares"]
-    ]
-    return ranks, list(dict.fromkeys((writer, f"decode-{reader}") for writer, reader in shares))
+    instance = "p{instance}-" if len(request.prefill) > 1 else ""
+    pairs = ((f"{instance}prefill-{{writer}}".format(**each), f"decode-{each['reader']}") for each in plan["shares"])
+    return ranks, list(dict.fromkeys(pairs))
 
 
 def _document(
@@ -241,19 +224,17 @@ def _document(
     """Returns the data of JSON and YAML: the hosts, the connections between them, the pairs, and the findings."""
     hosts = []
     for rank in ranks:
-        begun: Mapping[str, Any] = results.begun.get(rank.name, {})
-        clock = results.clocks.get(rank.name)
         if rank.leads:
+            begun: Mapping[str, Any] = results.begun.get(rank.name, {})
+            clock = results.clocks.get(rank.name)
             hosts.append(
                 {
                     "host": rank.host,
                     "hostname": begun.get("host"),
-                    "address": begun.get("address"),
+                    **{key: begun.get(key) for key in ("address", "version", "transport")},
                     "ranks": [each.name for each in ranks if each.host == rank.host],
-                    "version": begun.get("version"),
                     "clock_offset_ns": clock.offset_ns if clock else None,
                     "clock_error_ns": clock.error_ns if clock else None,
-                    "transport": begun.get("transport"),
                     "checks": [
                         {**fact, "severity": Severity(fact["severity"]).label} for fact in begun.get("facts", ())
                     ],
@@ -273,19 +254,12 @@ def _document(
 
 def _blocks(kept: Sequence[Row], width: int, found: Sequence[Finding], rows: Sequence[Row], hosts: int) -> list[Block]:
     """Returns the report for people; `kept` are the rows that --filter has left."""
-    described = [row(each) for each in found]
-    head = [headline(described, all(each["verdict"] == "ok" for each in rows))]
-    head.append((f"   {counted(len(rows), 'pair')} of ranks on {counted(hosts, 'host')}", "dim"))
-    blocks: list[Block] = [Text([head])]
-    if rates := draw_rates(kept, width):
-        blocks.append(Text(rates))
-    deviating = [each for each in kept if each["verdict"] != "ok"]
-    if deviating or not rates:
-        blocks.append(Grid(PREFLIGHT, deviating or kept))
-    blocks += [Text(paragraph(each, width, number)) for number, each in enumerate(described, 1)]
+    ranked = []
     for each in found:
-        if each.severity > Severity.INFO and (step := next_step(each.remedy)):
-            where = f"on {each.evidence['hosts']}: " if "hosts" in each.evidence else ""
-            blocks.append(Text([[(f"next: {where}", "bold"), (step, "bold")]]))
-            break
-    return blocks
+        step, where = next_step(each.remedy), each.evidence.get("hosts")
+        ranked.append({**row(each), "rank": 0, "next": f"on {where}: {step}" if step and where else step})
+    examined = f"{counted(len(rows), 'pair')} of ranks on {counted(hosts, 'host')}"
+    head, *paragraphs = blocks(ranked, width, examined, complete=all(each["verdict"] == "ok" for each in rows))
+    rates, deviating = draw_rates(kept, width), [each for each in kept if each["verdict"] != "ok"]
+    table = [Grid(PREFLIGHT, deviating or kept)] if deviating or not rates else []
+    return [head, *([Text(rates)] if rates else []), *table, *paragraphs]

@@ -42,6 +42,7 @@ from kvctl_agent.protocol.peer import LocalInfo, Peer
 from kvctl_agent.runtime.peer_connections import PeerConnections
 from kvctl_agent.telemetry.engine_calls import CALLS
 from kvctl_agent.telemetry.region import Document
+from kvctl_agent.transport.base import described
 from kvctl_agent.transport.cost_probe import Interconnect, interconnect_of
 from kvctl_agent.transport.environment import has_infiniband
 
@@ -125,7 +126,7 @@ def _identity(parts: AgentParts, integration: Integration | None) -> _Pieces:
         "incarnation": f"{local.incarnation:016x}",
         "rank": {**_axes(local.coord), "unique": local.unique_rank},
         "sizes": _axes((side.dp, side.pp, side.cp, side.tp)),
-        "transport": {key: _shown(value) for key, value in parts.transport.describe().items()},
+        "transport": described(parts.transport),
         "device": "cpu" if device is None else device.name,
         "gpu_pci": None if device is None else device.pci,
         "pool": {
@@ -339,13 +340,6 @@ def kinds_in_use(
     return [
         f"{kind.name} ({'inferred: ' * (kind.source == 'rate')}{rate:.3g} GB/s)" for kind, rate in sorted(best.items())
     ]
-
-
-def _shown(value: Any) -> str | list[str]:
-    """Formats a value of the transport's description: a list or dict as a list of texts, any other value as text."""
-    if isinstance(value, dict):
-        return [f"{name}={item}" for name, item in value.items()]
-    return [str(item) for item in value] if isinstance(value, list) else str(value)
 
 
 def bootstrap_rows(agent: str, rosters: Iterable[tuple[str, Roster]]) -> list[Bootstrap]:

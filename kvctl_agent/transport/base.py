@@ -290,6 +290,18 @@ class Transport(Protocol):
         ...
 
 
+def described(transport: Transport) -> dict[str, str | list[str]]:
+    """Returns `Transport.describe`, with each list or dict as a list of texts, and any other value as text."""
+    return {
+        key: [f"{name}={item}" for name, item in value.items()]
+        if isinstance(value, dict)
+        else [str(item) for item in value]
+        if isinstance(value, list | tuple)
+        else str(value)
+        for key, value in transport.describe().items()
+    }
+
+
 W = TypeVar("W")
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from kvctl.lab.preflight.run import HostName, Options, PlannedRank
+from kvctl.lab.preflight.run import Options, PlannedRank
 from kvctl_agent.contract.choices import HOST
 
 NAME = "kvctl-preflight"
@@ -14,7 +14,7 @@ _ENDS_S = 1800
 _LABEL = "kubernetes.io/hostname"
 
 
-def manifest(image: str, nodes: Sequence[HostName], ranks: Sequence[PlannedRank], options: Options) -> str:
+def manifest(image: str, nodes: Sequence[str], ranks: Sequence[PlannedRank], options: Options) -> str:
     """Returns the Job as YAML, with the commands that use it as a comment.
 
     The pods sleep for at most half an hour; `kubectl exec` starts the ranks in them, as ssh does on hosts.
@@ -32,7 +32,7 @@ def manifest(image: str, nodes: Sequence[HostName], ranks: Sequence[PlannedRank]
         "resources": {"limits": gpus},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
-    only = {"key": _LABEL, "operator": "In", "values": [node.name for node in nodes]}
+    only = {"key": _LABEL, "operator": "In", "values": list(nodes)}
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 1,

@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from kvctl.client.clock import ClockOffset, estimate
-from kvctl.lab.preflight import messages
 from kvctl.lab.ranks.group import TICK_S, RankGroup, rank_names
-from kvctl.lab.ranks.messages import AnyCommand
 from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.process import GARBLED
 from kvctl.lab.ranks.request import Role
@@ -28,16 +26,15 @@ _ANSWER_S = 10.0
 _KEEP_ALIVE_S = 30.0
 _CLOCK_ROUNDS = 4
 _ENOUGH_FAILURES = 2
-_MODULE = ("-m", "kvctl.lab.preflight")
-HOST_WORD = "{host}"
+_HOST_WORD = "{host}"
 
 
-@dataclass(frozen=True, slots=True)
-class HostName:
-    """A host: `name` as the SSH client knows it, `address` at which other hosts reach it; "" to find it out."""
+class Command(dict[str, Any]):
+    """A command to the process of a rank: the arguments of the method `do` of `worker.Worker`."""
 
-    name: str
-    address: str = ""
+    def __init__(self, do: str, **arguments: Any) -> None:
+        super().__init__(arguments)
+        self.do = do
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class PlannedRank:
     leads: bool
 
 
-def place_ranks(hosts: Sequence[HostName], plan: Plan, gpus: bool) -> list[PlannedRank]:
+def place_ranks(hosts: Sequence[str], plan: Plan, gpus: bool) -> list[PlannedRank]:
     """Distributes the ranks of a plan over hosts: prefill ranks over the first ones, decode ranks over the others.
 
     The hosts are divided in proportion to the ranks, and those of a role get equal numbers of its consecutive ranks; a
@@ -75,7 +72,7 @@ def place_ranks(hosts: Sequence[HostName], plan: Plan, gpus: bool) -> list[Plann
                 f"--prefill-tp {max(1, len(hosts) // 2)} --decode-dp {max(1, len(hosts) - len(hosts) // 2)}"
             )
         for number, name in enumerate(ranks):
-            host = own[number * len(own) // len(ranks)].name
+            host = own[number * len(own) // len(ranks)]
             placed.append(PlannedRank(name, role, host, used[host] if gpus else HOST, not used[host]))
             used[host] += 1
     return placed
@@ -101,12 +98,12 @@ class Options:
 
     def login(self, host: str) -> list[str]:
         """Returns the command line before a command that is to run on a host."""
-        placed = [word.replace(HOST_WORD, host) for word in self.ssh]
-        return placed if placed != list(self.ssh) else [*placed, host]
+        words = self.ssh if any(_HOST_WORD in word for word in self.ssh) else (*self.ssh, _HOST_WORD)
+        return [word.replace(_HOST_WORD, host) for word in words]
 
     def program(self, host: str) -> list[str]:
         """Returns the command line that starts a rank's process on a host."""
-        return [*self.login(host), *self.python, *_MODULE]
+        return [*self.login(host), *self.python, "-m", "kvctl.lab.preflight"]
 
 
 @dataclass(slots=True)
@@ -137,6 +134,7 @@ class Preflight:
     """One preflight; a context manager, whose end ends all processes.
 
     Args:
+        addresses: of each host, as the SSH client knows it, the address at which others reach it; "" to find it out.
         ranks: the ranks of the layout, those of a role in order.
         pairs: (prefill rank, decode rank) of each pair that transfers.
         progress: shows a text on what is being done.
@@ -144,13 +142,13 @@ class Preflight:
 
     def __init__(
         self,
-        hosts: Sequence[HostName],
+        addresses: Mapping[str, str],
         ranks: Sequence[PlannedRank],
         pairs: Sequence[tuple[str, str]],
         options: Options,
         progress: Callable[[str], None],
     ) -> None:
-        self._addresses = {host.name: host.address or host.name.rpartition("@")[2] for host in hosts}
+        self._addresses = {host: given or host.rpartition("@")[2] for host, given in addresses.items()}
         self._ranks = {rank.name: rank for rank in ranks}
         self._leaders = {rank.host: rank.name for rank in ranks if rank.leads}
         self._pairs = pairs
@@ -176,7 +174,7 @@ class Preflight:
         self._reach()
         self.measure(self._pairs)
         asked = {
-            name: messages.Devices(tuple(sorted({self._address(peer) for peer in self._peers(name)})))
+            name: Command("devices", peers=sorted({self._address(peer) for peer in self._peers(name)}))
             for name in self._alive()
         }
         self.results.devices = self._ask(asked, _ANSWER_S, "reading its network devices")
@@ -211,24 +209,25 @@ class Preflight:
         for first in range(0, most, _STARTS_AT_ONCE):
             wave = [rank for ranks in of_host.values() for rank in ranks[first : first + _STARTS_AT_ONCE]]
             self._progress(f"starting {len(wave)} of {len(self._ranks)} ranks on {len(of_host)} hosts")
-            begins: dict[str, AnyCommand] = {}
+            begins: dict[str, Command] = {}
             for rank in wave:
                 try:
                     self._group.launch(rank.name, program=self._options.program(rank.host), stdio=True)
                 except OSError as error:
                     self.results.failed[rank.name] = f"{self._options.ssh[0]} cannot be started: {error.strerror}"
                     continue
-                begins[rank.name] = messages.Begin(
-                    rank.name,
-                    rank.role,
-                    self._options.transport,
-                    dict(self._options.params),
-                    dict(self._options.environment),
-                    rank.device,
-                    self._addresses[rank.host],
-                    self._options.ports,
-                    self._token,
-                    rank.leads,
+                begins[rank.name] = Command(
+                    "begin",
+                    name=rank.name,
+                    role=rank.role,
+                    transport=self._options.transport,
+                    params=dict(self._options.params),
+                    environment=dict(self._options.environment),
+                    device=rank.device,
+                    address=self._addresses[rank.host],
+                    ports=self._options.ports,
+                    token=self._token,
+                    leads=rank.leads,
                 )
             self.results.begun |= self._ask(begins, START_S, "starting")
 
@@ -237,7 +236,7 @@ class Preflight:
         for _ in range(_CLOCK_ROUNDS):
             for name in leaders:  # one after the other: the answers of others would lengthen the round trip
                 sent_ns = time.time_ns()
-                answer = self._ask({name: messages.Clock()}, _ANSWER_S, "reading its clock")
+                answer = self._ask({name: Command("clock")}, _ANSWER_S, "reading its clock")
                 if name in answer:
                     clock = estimate(sent_ns, time.time_ns(), answer[name]["now_ns"])
                     best = self.results.clocks.get(name)
@@ -256,12 +255,15 @@ class Preflight:
             chosen = list(_disjoint(left, lambda host: host))
             left = [link for link in left if link not in chosen]
             self._progress(f"connecting hosts: {len(wanted) - len(left)} of {len(wanted)}")
-            asked: dict[str, AnyCommand] = {}
-            for source, target in chosen:
-                begun = self.results.begun[self._leaders[target]]
-                asked[self._leaders[source]] = messages.Reach(
-                    begun["address"], tuple(begun["ports"]), self._token, self._options.deadline_s
+            asked = {
+                self._leaders[source]: Command(
+                    "reach",
+                    **{key: self.results.begun[self._leaders[target]][key] for key in ("address", "ports")},
+                    token=self._token,
+                    timeout_s=self._options.deadline_s,
                 )
+                for source, target in chosen
+            }
             ports = max(1, len(self._options.ports))
             answers = self._ask(asked, 5 * ports * self._options.deadline_s + 30.0, "connecting to another host")
             for source, target in chosen:
@@ -269,28 +271,30 @@ class Preflight:
                     self.results.links[source, target] = answers[self._leaders[source]]["ports"]
 
     def _measure_at_once(self, pairs: Sequence[tuple[str, str]]) -> None:
-        ready = self._ask({decode: messages.Expect() for _, decode in pairs}, _ANSWER_S, "clearing its memory")
-        asked: dict[str, AnyCommand] = {}
-        for prefill, decode in pairs:
-            if decode in ready:
-                begun, own = self.results.begun[decode], self.results.begun[prefill]
-                asked[prefill] = messages.Write(
-                    decode,
-                    begun["metadata"],
-                    begun["addr"],
-                    begun["nbytes"],
-                    begun["device"],
-                    begun["processes"] == own["processes"],
-                    self._options.deadline_s,
-                )
+        ready = self._ask({decode: Command("expect") for _, decode in pairs}, _ANSWER_S, "clearing its memory")
+        begun = self.results.begun
+        asked = {
+            prefill: Command(
+                "write",
+                peer=decode,
+                **{key: begun[decode][key] for key in ("metadata", "addr", "nbytes", "device")},
+                same_host=begun[decode]["processes"] == begun[prefill]["processes"],
+                timeout_s=self._options.deadline_s,
+            )
+            for prefill, decode in pairs
+            if decode in ready
+        }
         written = self._ask(asked, 3 * self._options.deadline_s + 15.0, "writing to its peer")
         for prefill, decode in pairs:
             if prefill in asked and prefill not in written:
                 # An engine that opens a connection may wait for the kernel, which gives up after two minutes.
                 text = f"{prefill}: {self.results.failed[prefill]}"
-                lost = {"error": text, "overdue": True, "wrong_bytes": False}
-                self.results.writes[prefill, decode] = lost
-        checks = {decode: messages.Check(written[prefill]["nbytes"]) for prefill, decode in pairs if prefill in written}
+                self.results.writes[prefill, decode] = {"error": text, "overdue": True, "wrong_bytes": False}
+        checks = {
+            decode: Command("check", nbytes=written[prefill]["nbytes"])
+            for prefill, decode in pairs
+            if prefill in written
+        }
         checked = self._ask(checks, 15.0, "comparing its memory")
         for prefill, decode in pairs:
             if prefill not in written or decode not in checked:
@@ -303,7 +307,7 @@ class Preflight:
                 best["latency_ns"] = min(before["latency_ns"], found["latency_ns"])
             self.results.writes[prefill, decode] = {**found, **best, "wrong_bytes": wrong}
 
-    def _ask(self, commands: Mapping[str, AnyCommand], timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
+    def _ask(self, commands: Mapping[str, Command], timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
         """Sends commands and returns the answers by rank; ranks that give none have failed. Asks no failed rank."""
         deadline = time.monotonic() + timeout_s
         waiting = {name: self._group.processes[name] for name in commands if name not in self.results.failed}
@@ -327,7 +331,7 @@ class Preflight:
             if time.monotonic() > self._keep_alive_at:
                 self._keep_alive_at = time.monotonic() + _KEEP_ALIVE_S
                 for process in self._group.running:
-                    process.send(messages.KeepAlive())
+                    process.send(Command("keep_alive"))
             self._group.poll(min(left_s, TICK_S))
         for name, process in waiting.items():
             last = _last_line(process.last_output)

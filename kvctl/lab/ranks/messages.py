@@ -36,9 +36,10 @@ class LineTooLong(ValueError):
 
 
 class AnyCommand(Protocol):
-    """A command to a process: a dataclass whose `do` names it."""
+    """A command to a process, whose JSON has the arguments of the command that `do` names."""
 
-    do: ClassVar[str]
+    @property
+    def do(self) -> str: ...
 
 
 class LineBuffer:

@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic_ns as now_ns
-from typing import Any, Protocol
+from typing import Any
 
 from kvctl_agent.admin.publisher import DocumentPublisher
-from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.integrations.observe.tracker import EventTracker
 
 logger = logging.getLogger("kvctl")
 
@@ -18,13 +18,6 @@ _MOST_EVENTS = 4096  # before `open`, and while they wait
 _MOST_WAITING = 1024  # for a turn, once they can be applied
 _WAIT_NS = 10_000_000
 _PUBLISH_NS = 1_000_000
-
-
-class EventTracker(Protocol):
-    """Writes the telemetry of an observed rank; its other methods take an event each, with its time first."""
-
-    @property
-    def telemetry(self) -> Telemetry: ...
 
 
 class EventQueue:
@@ -104,15 +97,10 @@ class EventQueue:
                     try:
                         method(tracker, at_ns, *arguments)
                     except Exception as error:  # costs this event alone
-                        telemetry, text = tracker.telemetry, f"{type(error).__name__}: {error}"
-                        telemetry.metrics.add("kvctl_internal_errors_total", 1)
-                        telemetry.recorder.record("observe", f"an event was lost: {text}", "error")
+                        tracker.lost(1, f"an event was lost: {type(error).__name__}: {error}")
                 if self._dropped:
                     dropped, self._dropped = self._dropped, 0
-                    tracker.telemetry.metrics.add("kvctl_internal_errors_total", dropped)
-                    tracker.telemetry.recorder.record(
-                        "observe", f"{dropped} events were lost: too many at once", "error"
-                    )
+                    tracker.lost(dropped, f"{dropped} events were lost: too many at once")
                 tracker.telemetry.flush()
             except Exception as error:  # the hook, and the next events, go on
                 self._log(f"events of {self._engine} are not shown", error)

@@ -18,7 +18,8 @@ from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import ConfigRow, Role
 from kvctl_agent.errors import RequestRefused
-from kvctl_agent.integrations.observe.event_queue import EventQueue, EventTracker
+from kvctl_agent.integrations.observe.event_queue import EventQueue
+from kvctl_agent.integrations.observe.tracker import EventTracker
 from kvctl_agent.observer.documents import Builder
 from kvctl_agent.observer.link import ObserverLink, new_region
 from kvctl_agent.runtime.liveness import host_name

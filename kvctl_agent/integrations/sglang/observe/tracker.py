@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.contract.values import encodable
-from kvctl_agent.integrations.observe.documents import RankNames
+from kvctl_agent.integrations.observe.tracker import EventTracker, put_bounded
 from kvctl_agent.integrations.sglang.observe.failure_codes import code_of
 from kvctl_agent.integrations.sglang.observe.manager_state import RankShape
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.room_records import RoomRecord, RoomValues
+from kvctl_agent.telemetry.room_records import RoomRecord
 
 _STATES = {int(state): state for state in RoomState}
 _OPENING = (RoomState.BOOTSTRAPPING, RoomState.WAITING_FOR_INPUT)
-_LONGEST_TEXT = 2000
 _MOST_PEERS = 4096
 IN_PLACE, STAGED = "in-place", "staged"
 
@@ -119,12 +117,11 @@ class Room:
         return [writer for writer in self.senders if writer.rank not in landed]
 
 
-class Tracker:
-    """Writes the telemetry of one observed rank; one thread at a time calls its methods, each for one event.
+class Tracker(EventTracker):
+    """Tracker of one rank.
 
     Args:
         waits: prefill: chunks that wait for a ring, by room, chunk and endpoint.
-        directory: directory of the admin sockets of this host's ranks.
 
     Attributes:
         rooms: rooms that SGLang has not cleared, by number.
@@ -142,19 +139,13 @@ class Tracker:
         waits: dict[tuple[int, int, str], Wait],
         directory: Path,
     ) -> None:
-        self.name = name
+        super().__init__(name, telemetry, directory)
         self.shape = shape
-        self.telemetry = telemetry
         self.waits = waits
         self.rooms: dict[int, Room] = {}
         self.peers: dict[str, Peer] = {}
         self.regions: dict[int, Region] = {}
         self.refused_largest_bytes = self.ring_high_water_bytes = 0
-        self._names = RankNames(directory)
-
-    def name_of(self, endpoint: str) -> str:
-        """Returns the name of a decode rank, of which prefill ranks know only the endpoint; see `RankNames`."""
-        return self._names.name_of(endpoint)
 
     # ---- states ------------------------------------------------------------------------------------------------
 
@@ -181,11 +172,7 @@ class Tracker:
 
     def _open(self, number: int, at_ns: int, state: RoomState) -> Room:
         number = operator.index(number)
-        record = self.telemetry.open(number, 0, at_ns)
-        values: RoomValues = record
-        values.planned = None
-        record.state(state, at_ns)
-        self.rooms[number] = room = Room(record)
+        self.rooms[number] = room = Room(self.open_record(number, at_ns, state))
         return room
 
     def failed(self, at_ns: int, number: int, reason: Any, prefill_rank: int | None = None) -> None:
@@ -196,16 +183,9 @@ class Tracker:
 
     def _fail(self, room: Room, at_ns: int, reason: Any, prefill_rank: int | None) -> None:
         """Stores a cause of failure unless there is one."""
-        if room.record.failure is not None:
-            return
-        text, telemetry = encodable(str(reason))[:_LONGEST_TEXT], self.telemetry
-        code = code_of(text)
-        rank = next((writer.name for writer in room.writers if writer.rank == prefill_rank), self.name)
-        failed_ns = telemetry.clock.wall_ns(at_ns)
-        room.record.fail({"rank": rank, "code": code, "at_ns": failed_ns, "text": text}, at_ns)
-        telemetry.metrics.add("kvctl_room_failures_total", 1, code)
-        severity = "info" if code == "ABORTED" else "warning"
-        telemetry.recorder.record("room", f"failed: {code}: {text}", severity, room.record.room, at_ns=at_ns)  # type: ignore[arg-type]
+        if room.record.failure is None:
+            rank = next((writer.name for writer in room.writers if writer.rank == prefill_rank), None)
+            self.record_failure(room.record, at_ns, code_of(str(reason)), str(reason), rank)
 
     def cleared(self, at_ns: int, number: int) -> None:
         """The scheduler has given the room up, after its end."""
@@ -279,17 +259,14 @@ class Tracker:
 
     def writers_known(self, at_ns: int, number: int, writers: tuple[Writer, ...], staged: bool) -> None:
         """The receiver has looked up the prefill ranks of its room."""
-        recorder = self.telemetry.recorder
         for writer in writers:
             known = self.peers.get(writer.endpoint)
             if known is None:
-                recorder.record("peer", f"prefill rank at {writer.endpoint}", peer=writer.name, at_ns=at_ns)
-                while len(self.peers) >= _MOST_PEERS:
-                    del self.peers[next(iter(self.peers))]
+                self.note("peer", f"prefill rank at {writer.endpoint}", peer=writer.name, at_ns=at_ns)
             elif known.lost_ns:
-                recorder.record("peer", "found again", peer=writer.name, at_ns=at_ns)
+                self.note("peer", "found again", peer=writer.name, at_ns=at_ns)
             if known is None or known.lost_ns:
-                self.peers[writer.endpoint] = Peer(writer.name, writer.server, at_ns)
+                put_bounded(self.peers, writer.endpoint, Peer(writer.name, writer.server, at_ns), _MOST_PEERS)
                 self._replaced(writer)
         if (room := self._room(number)) is not None:
             room.writers, room.staged = writers, staged
@@ -345,7 +322,7 @@ class Tracker:
         room.record.event("grant", at_ns, None, chunk, self.shape.layers, detail=again)
         if again:
             text = f"chunk {chunk} was granted a region {again}: a request of another rank came late"
-            self.telemetry.recorder.record("ring", text, "warning", number, at_ns=at_ns)
+            self.note("ring", text, "warning", number, at_ns=at_ns)
         granted = sum(region.pages for region in self.regions.values()) * self.shape.page_bytes
         self.ring_high_water_bytes = max(self.ring_high_water_bytes, granted)
         self.telemetry.metrics.add("kvctl_ring_grants_total", 1)
@@ -356,7 +333,7 @@ class Tracker:
         self.refused_largest_bytes = max(self.refused_largest_bytes, nbytes)
         self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
         text = f"chunk {chunk} of {nbytes} bytes is larger than the ring"
-        self.telemetry.recorder.record("ring", text, "warning", number, at_ns=at_ns)
+        self.note("ring", text, "warning", number, at_ns=at_ns)
 
     def region_freed(self, at_ns: int, serial: int) -> None:
         region = self.regions.pop(serial, None)
@@ -380,4 +357,4 @@ class Tracker:
                 peer.lost_ns = at_ns
                 self.telemetry.metrics.add("kvctl_peer_lost_total", 1)
                 text = f"lost: the bootstrap server {server} does not answer"
-                self.telemetry.recorder.record("peer", text, "error", peer=peer.name, at_ns=at_ns)
+                self.note("peer", text, "error", peer=peer.name, at_ns=at_ns)

@@ -32,12 +32,8 @@ _SKEW_NS = 60_000_000_000
 _RANDOM_DIGITS = 8
 _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 _FAILURES: Mapping[str, str] = {
-    "handshake_failed": "KV_HANDSHAKE_FAILED",
-    "handshake_setup_failed": "KV_HANDSHAKE_FAILED",
-    "push_reg_handshake_failed": "KV_HANDSHAKE_FAILED",
-    "transfer_setup_failed": "KV_TRANSPORT",
-    "transfer_failed": "KV_TRANSPORT",
-    "transfer_exception": "KV_TRANSPORT",
+    **dict.fromkeys(("handshake_failed", "handshake_setup_failed", "push_reg_handshake_failed"), "KV_HANDSHAKE_FAILED"),
+    **dict.fromkeys(("transfer_setup_failed", "transfer_failed", "transfer_exception"), "KV_TRANSPORT"),
 }
 """Failure code by vLLM's type of a failure that ends a request."""
 
@@ -94,25 +90,34 @@ def blocks_of(groups: Iterable[Any] | None) -> int:
 # ---- scheduler half --------------------------------------------------------------------------------------------
 
 
-def record(scheduler: Any, name: str, at_ns: int, *arguments: Any) -> None:
+def record(scheduler: Any, name: str, *arguments: Any) -> None:
     """Keeps an event of a scheduler half for the workers; counts those for which there is no space."""
     attributes = vars(scheduler)
     events: list[Any] = attributes.setdefault(_PENDING_EVENTS, [])
     if len(events) < (_MOST_EVENTS if name in ("held", "ended") else _MOST_ARRIVALS):
-        events.append((name, at_ns, *arguments))
+        events.append((name, now_ns(), *arguments))
     else:
         attributes[_DROPPED_EVENTS] = attributes.get(_DROPPED_EVENTS, 0) + 1
 
 
+def record_request(scheduler: Any, request: Any, consumer: bool, **ids: str) -> None:
+    """Records a new request; `ids` names, for each role, the parameter with the id of the transfer.
+
+    Args:
+        consumer: whether the engine only decodes.
+    """
+    params = request.kv_transfer_params or {}
+    role = "prefill" if params.get("do_remote_decode") else "decode" if params.get("do_remote_prefill") else None
+    if role is not None:
+        transfer = str(params.get(ids.get(role)) or "")
+        record(scheduler, "arrived", role, request.request_id, transfer, request.num_prompt_tokens)
+    elif consumer:
+        record(scheduler, "computed_here")
+
+
 def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
-    params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
-    if params.get("do_remote_decode"):
-        record(scheduler, "arrived", now_ns(), "prefill", request.request_id, "", tokens)
-    elif params.get("do_remote_prefill"):
-        remote = str(params.get("remote_request_id") or "")
-        record(scheduler, "arrived", now_ns(), "decode", request.request_id, remote, tokens)
-    elif scheduler.vllm_config.kv_transfer_config.kv_role == "kv_consumer":
-        record(scheduler, "computed_here", now_ns())
+    consumer = scheduler.vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+    record_request(scheduler, request, consumer, decode="remote_request_id")
 
 
 def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request: Any, block_ids: Any) -> None:
@@ -120,9 +125,9 @@ def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request:
     if held:
         lease_s = scheduler._reqs_need_send.get(request.request_id, 0) - perf_counter()
         blocks = blocks_of((params or {}).get("remote_block_ids") or block_ids)
-        record(scheduler, "held", now_ns(), request.request_id, blocks, round(max(0.0, lease_s), 1))
+        record(scheduler, "held", request.request_id, blocks, round(max(0.0, lease_s), 1))
     elif request.kv_transfer_params:
-        record(scheduler, "ended", now_ns(), request.request_id, request.status.name not in _FINISHED)
+        record(scheduler, "ended", request.request_id, request.status.name not in _FINISHED)
 
 
 def build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> None:
@@ -171,11 +176,8 @@ def _add_scheduler_events(watch: Watch, events: Iterable[tuple[Any, ...]]) -> No
 
 
 _SCHEDULER_EVENTS: Mapping[str, Callable[..., None]] = {
-    "arrived": Tracker.arrived,
-    "computed_here": Tracker.computed_here,
-    "held": Tracker.held,
-    "ended": Tracker.ended,
-    "dropped": Tracker.dropped,
+    event.__name__: event
+    for event in (Tracker.arrived, Tracker.computed_here, Tracker.held, Tracker.ended, Tracker.dropped)
 }
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from kvctl_agent import rank_name
 from kvctl_agent.integrations.observe.hooks import Hooks, after, before
-from kvctl_agent.integrations.vllm.observe.hooks import WATCH, Watch, begin_step, blocks_of, record
+from kvctl_agent.integrations.vllm.observe.hooks import WATCH, Watch, begin_step, blocks_of, record, record_request
 from kvctl_agent.integrations.vllm.observe.tracker import WRITE, Posted, Server, Tracker
 
 _WRITERS = "_kvctl_writers"
@@ -25,22 +25,15 @@ _MOST_POSTED = 4096
 
 
 def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
-    params, tokens = request.kv_transfer_params or {}, request.num_prompt_tokens
-    transfer = str(params.get("transfer_id") or "")
-    if params.get("do_remote_decode"):
-        record(scheduler, "arrived", now_ns(), "prefill", request.request_id, transfer, tokens)
-    elif params.get("do_remote_prefill"):
-        record(scheduler, "arrived", now_ns(), "decode", request.request_id, transfer, tokens)
-    elif scheduler.is_kv_consumer:
-        record(scheduler, "computed_here", now_ns())
+    record_request(scheduler, request, scheduler.is_kv_consumer, prefill="transfer_id", decode="transfer_id")
 
 
 def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request: Any, block_ids: Any) -> None:
     if result[0]:
         _, kept = scheduler._reqs_need_send[request.request_id]
-        record(scheduler, "held", now_ns(), request.request_id, blocks_of(kept), lease_s())
+        record(scheduler, "held", request.request_id, blocks_of(kept), lease_s())
     elif request.kv_transfer_params:  # prefill sends the blocks of a prompt that ended with its only token
-        record(scheduler, "ended", now_ns(), request.request_id, request.status.name != "FINISHED_LENGTH_CAPPED")
+        record(scheduler, "ended", request.request_id, request.status.name != "FINISHED_LENGTH_CAPPED")
 
 
 def lease_s() -> float:

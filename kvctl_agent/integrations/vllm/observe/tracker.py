@@ -22,12 +22,10 @@ from kvctl_agent import rank_name, room_number
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.contract.values import encodable
-from kvctl_agent.integrations.observe.documents import RankNames, put_bounded
+from kvctl_agent.integrations.observe.tracker import EventTracker, put_bounded
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.records import Severity
-from kvctl_agent.telemetry.room_records import RoomRecord, RoomValues
+from kvctl_agent.telemetry.room_records import RoomRecord
 
-_LONGEST_TEXT = 2000
 _LONGEST_ID = 256
 _MOST_PEERS = 4096
 _MOST_REGISTERED = 1024
@@ -56,6 +54,10 @@ class Server(NamedTuple):
     host: str
     port: int
     pp_size: int = 1
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 class Posted(NamedTuple):
@@ -105,11 +107,8 @@ class Room:
     owing: list[str] = field(default_factory=list)
 
 
-class Tracker:
-    """Writes the telemetry of one observed worker; one thread at a time calls its methods, each for one event.
-
-    Args:
-        directory: directory of the admin sockets of this host's ranks.
+class Tracker(EventTracker):
+    """Tracker of one worker.
 
     Attributes:
         rooms: requests that have not ended, by id.
@@ -117,14 +116,12 @@ class Tracker:
     """
 
     def __init__(self, name: str, shape: Shape, telemetry: Telemetry, directory: Path) -> None:
-        self.name = name
+        super().__init__(name, telemetry, directory)
         self.shape = shape
-        self.telemetry = telemetry
         self.rooms: dict[str, Room] = {}
         self.peers: dict[str, Peer] = {}
         self._engines: dict[str, Server] = {}
         self._registered: dict[int, tuple[int, str]] = {}  # decode workers by room, before the request arrives
-        self._names = RankNames(directory)
 
     # ---- both roles ------------------------------------------------------------------------------------------------
 
@@ -137,21 +134,17 @@ class Tracker:
             return
         number = room_number(encodable(transfer)[:1024])
         if any(room.record.room == number for room in self.rooms.values()):
-            self._note("room", f"another request with the id {transfer} is not shown: {request}", "warning", number)
+            self.note("room", f"another request with the id {transfer} is not shown: {request}", "warning", number)
             return
-        record = self.telemetry.open(number, 0, at_ns)
-        values: RoomValues = record
-        values.planned = None
-        record.request_id = encodable(request)[:_LONGEST_ID]
-        record.tokens = tokens
-        record.state(RoomState.BOOTSTRAPPING, at_ns)
+        record = self.open_record(number, at_ns, RoomState.BOOTSTRAPPING)
+        record.request_id, record.tokens = encodable(request)[:_LONGEST_ID], tokens
         self.rooms[request] = Room(record)
         if (early := self._registered.pop(number, None)) is not None:
             self._claim(max(at_ns, early[0]), request, early[1])
 
     def reason(self, at_ns: int, request: str | None, code: str, text: str, engine: str | None = None) -> None:
         """vLLM has logged a failure of a request, or of all that wait for an engine."""
-        text, server = encodable(text)[:_LONGEST_TEXT], self._engines.get(engine or "")
+        server = self._engines.get(engine or "")
         if server is not None and code == "KV_HANDSHAKE_FAILED":
             for name in self._peers_at(server):
                 if self.peers[name].state == "connecting":
@@ -159,14 +152,13 @@ class Tracker:
         room = self.rooms.get(request or "")
         if room is not None and room.reason is None:
             names = room.owing or room.record.peers
-            room.reason = code, f"{text} ({listed(names)})" if names else text
+            room.reason = code, f"{text} ({', '.join(names)})" if names else text
         elif request is None:
-            self._note("peer", text, "error", at_ns=at_ns)
+            self.note("peer", text, "error", at_ns=at_ns)
 
     def unreadable(self, at_ns: int, agent: str) -> None:
         """A NIXL agent has sent a notification that has none of vLLM's forms."""
-        name = self._names.name_of(agent)
-        self._note("peer", "sent a notification that cannot be read", "warning", peer=name, at_ns=at_ns)
+        self.note("peer", "sent a notification that cannot be read", "warning", peer=self.name_of(agent), at_ns=at_ns)
 
     def ended(self, at_ns: int, request: str, aborted: bool) -> None:
         """The scheduler has ended the request, and nothing of it is held or awaited."""
@@ -229,7 +221,7 @@ class Tracker:
     def registered(self, at_ns: int, transfer: str, agent: str, server: Server, rank: int = 0) -> None:
         """Push, Mooncake: a decode worker, TP rank `rank` of `server`, has told where its blocks are."""
         number = room_number(encodable(transfer)[:1024])
-        known = self._names.name_of(agent)
+        known = self.name_of(agent)
         name = self._name(server, rank) if known == agent else known
         request = next((each for each, room in self.rooms.items() if room.record.room == number), None)
         if request is not None:
@@ -239,7 +231,7 @@ class Tracker:
 
     def claimed(self, at_ns: int, request: str, agent: str) -> None:
         """Pull: a decode worker, of which the name of its NIXL agent is known, keeps the request's lease alive."""
-        self._claim(at_ns, request, self._names.name_of(agent))
+        self._claim(at_ns, request, self.name_of(agent))
 
     def _claim(self, at_ns: int, request: str, name: str) -> None:
         self._heard(name, at_ns)
@@ -256,7 +248,7 @@ class Tracker:
 
     def read(self, at_ns: int, request: str, agent: str, readers: int) -> None:
         """A decode worker, one of `readers`, has read the request's blocks (pull), or needs none (Mooncake)."""
-        name = self._names.name_of(agent)
+        name = self.name_of(agent)
         self._heard(name, at_ns)
         if (room := self.rooms.get(request)) is None:
             return
@@ -267,11 +259,11 @@ class Tracker:
 
     def late(self, at_ns: int, request: str, agent: str) -> None:
         """A decode worker has read blocks, or was told of blocks, that this engine does not hold any more."""
-        name = self._names.name_of(agent)
+        name = self.name_of(agent)
         self._heard(name, at_ns)
         self.telemetry.metrics.add(LATE_READS, 1)
         text = f"the blocks of request {request} were transferred after they had been freed"
-        self.telemetry.recorder.record("room", encodable(text), "error", peer=name, at_ns=at_ns)
+        self.note("room", text, "error", peer=name, at_ns=at_ns)
 
     def released(self, at_ns: int, request: str) -> None:
         """vLLM has released the blocks of a request: decode has them, or the lease has ended."""
@@ -286,7 +278,7 @@ class Tracker:
             self._fail(request, at_ns, *room.reason)
             return
         blocks = f"its {room.record.pages} blocks" if room.record.pages else "its blocks"
-        claimed = f" by {listed(room.record.peers)}" if room.record.peers else ""
+        claimed = f" by {', '.join(room.record.peers)}" if room.record.peers else ""
         flying = f", while {room.posted - room.moved} writes were in flight" if room.posted > room.moved else ""
         text = f"the lease of {blocks} ended before they were transferred{claimed}{flying}"
         self._fail(request, at_ns, "KV_HOLD_EXPIRED", text)
@@ -305,8 +297,7 @@ class Tracker:
             room.owing = names
             room.record.expect(list(names))
         after = f", after {cached} that are cached" if cached else ""
-        at = f"{server.host}:{server.port}"
-        room.record.event("open", at_ns, detail=f"{blocks} blocks from {at}{after}")
+        room.record.event("open", at_ns, detail=f"{blocks} blocks from {server.address}{after}")
         if names and all(self.peers[name].state == "ready" for name in names):
             room.record.state(RoomState.WAITING_FOR_INPUT, at_ns)
 
@@ -314,19 +305,17 @@ class Tracker:
         """A handshake with an engine begins."""
         put_bounded(self._engines, engine, server, _MOST_PEERS)
         for rank in ranks:
-            peer = self._peer(self._name(server, rank), f"tcp://{server.host}:{server.port}")
-            if peer.state != "connecting":
-                peer.state = "connecting"
+            self._peer(self._name(server, rank), f"tcp://{server.address}").state = "connecting"
         self._expect(server)
-        self._note("peer", f"handshake with {server.host}:{server.port} begins", at_ns=at_ns)
+        self.note("peer", f"handshake with {server.address} begins", at_ns=at_ns)
 
     def connected(self, at_ns: int, server: Server, ranks: Sequence[tuple[int, int]], took_ns: int) -> None:
         """A handshake has ended; `ranks` are the (pp, tp) ranks that answered."""
         for pp, tp in ranks:
             name = self._name(server, tp, pp)
-            peer = self._peer(name, f"tcp://{server.host}:{server.port}")
+            peer = self._peer(name, f"tcp://{server.address}")
             peer.state, peer.heard_ns, peer.error = "ready", at_ns, None
-            self._note("peer", f"handshake took {took_ns / 1e6:.1f} ms", peer=name, at_ns=at_ns)
+            self.note("peer", f"handshake took {took_ns / 1e6:.1f} ms", peer=name, at_ns=at_ns)
         self._expect(server)
         for room in self.rooms.values():
             if room.server == server and room.record.state_now is RoomState.BOOTSTRAPPING:
@@ -345,7 +334,7 @@ class Tracker:
         room = self.rooms.get(request)
         if room is None:
             return
-        name = next(iter(room.owing), None) or self._names.name_of(agent)
+        name = next(iter(room.owing), None) or self.name_of(agent)
         self._heard(name, at_ns)
         room.record.state(RoomState.TRANSFERRING, at_ns)
         nbytes = (room.record.pages or 0) * self.shape.block_bytes // max(1, writers)
@@ -372,8 +361,7 @@ class Tracker:
 
     def dropped(self, at_ns: int, events: int) -> None:
         """The scheduler half had no space for some events of one step."""
-        self.telemetry.metrics.add("kvctl_internal_errors_total", events)
-        self._note("observe", f"{events} events of one step of the scheduler were lost", "error", at_ns=at_ns)
+        self.lost(events, f"{events} events of one step of the scheduler were lost", at_ns)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
@@ -384,25 +372,19 @@ class Tracker:
         self.telemetry.finish(record, at_ns)
 
     def _fail(self, request: str, at_ns: int, code: str, text: str) -> None:
-        record, telemetry = self.rooms[request].record, self.telemetry
-        failed_ns = telemetry.clock.wall_ns(at_ns)
-        record.fail({"rank": self.name, "code": code, "at_ns": failed_ns, "text": text[:_LONGEST_TEXT]}, at_ns)
-        telemetry.metrics.add("kvctl_room_failures_total", 1, code)
-        severity: Severity = "info" if code == "ABORTED" else "warning"
-        self._note("room", f"failed: {code}: {text}", severity, record.room, at_ns=at_ns)
+        self.record_failure(self.rooms[request].record, at_ns, code, text)
         self._finish(request, at_ns, RoomState.FAILED, "fail", text)
 
     def _name(self, server: Server, tp: int, pp: int = 0) -> str:
         role: Role = "decode" if self.shape.role == "prefill" else "prefill"
-        return rank_name(role, {"pp": (pp, server.pp_size)}, tp, f"{server.host}:{server.port}")
+        return rank_name(role, {"pp": (pp, server.pp_size)}, tp, server.address)
 
     def _peer_of(self, posted: Posted) -> str:
         server = self._engines.get(posted.engine)
         return posted.engine if server is None else self._name(server, posted.rank)
 
     def _peers_at(self, server: Server) -> list[str]:
-        end = f"@{server.host}:{server.port}"
-        return [name for name in self.peers if name.endswith(end)]
+        return [name for name in self.peers if name.endswith(f"@{server.address}")]
 
     def _peer(self, name: str, endpoint: str) -> Peer:
         peer = self.peers.get(name)
@@ -414,20 +396,3 @@ class Tracker:
     def _heard(self, name: str, at_ns: int) -> None:
         peer = self._peer(name, "")
         peer.heard_ns, peer.state, peer.error = at_ns, "ready", None
-
-    def _note(
-        self,
-        kind: str,
-        text: str,
-        severity: Severity = "info",
-        room: int | None = None,
-        *,
-        peer: str | None = None,
-        at_ns: int | None = None,
-    ) -> None:
-        self.telemetry.recorder.record(kind, encodable(text), severity, room, peer=peer, at_ns=at_ns)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Returns names as text."""
-    return ", ".join(names)

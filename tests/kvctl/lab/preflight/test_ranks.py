@@ -13,7 +13,7 @@ import pytest
 
 from kvctl.lab.preflight import run as run_module
 from kvctl.lab.preflight.judge import pair_rows
-from kvctl.lab.preflight.run import HostName, Options, PlannedRank, Preflight, Results
+from kvctl.lab.preflight.run import Options, PlannedRank, Preflight, Results
 from kvctl.lab.ranks.request import Role
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.choices import HOST
@@ -71,8 +71,7 @@ def run(tmp_path: Path) -> Run:
         ssh = ("env", "RANK_HOST={host}", f"RANK_DIRECTORY={tmp_path}")
         options = Options("nixl", {}, {}, (), ssh, (sys.executable, str(program)), 5.0)
         pairs = [(one, other) for one in of_role["prefill"] for other in of_role["decode"]]
-        hosts = [HostName(host) for host in (*prefill, *decode)]
-        with Preflight(hosts, ranks, pairs, options, lambda _: None) as preflight:
+        with Preflight(dict.fromkeys((*prefill, *decode), ""), ranks, pairs, options, lambda _: None) as preflight:
             preflight.run()
             if again:
                 preflight.measure(pairs)
@@ -151,10 +150,9 @@ for do, args in commands():
 def test_a_rank_that_hears_nothing_ends() -> None:
     code = """
 import sys
-from kvctl.lab.preflight import messages
-messages.SILENCE_S = 0.5
-from kvctl.lab.preflight.__main__ import main
-sys.exit(main())
+from kvctl.lab.preflight import __main__ as rank
+rank.SILENCE_S = 0.5
+sys.exit(rank.main())
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvctl.lab.preflight.run import HostName, Options, place_ranks
+from kvctl.lab.preflight.run import Options, place_ranks
 from kvctl.lab.ranks.plan import Plan
 from kvctl.lab.ranks.planner import plan
 from kvctl.lab.ranks.request import Load, PlanRequest, Sizes, Tokens
@@ -16,8 +16,8 @@ def layout(prefill: int, decode: int) -> Plan:
     return plan(PlanRequest(**sizes, loads=(load,), memory_bytes=1 << 40, seed=1, transport="loopback"))
 
 
-def hosts(count: int) -> list[HostName]:
-    return [HostName(f"n{number}") for number in range(count)]
+def hosts(count: int) -> list[str]:
+    return [f"n{number}" for number in range(count)]
 
 
 def options(ssh: tuple[str, ...]) -> Options:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvctl_agent.contract.admin import LOCK_SUFFIX
-from kvctl_agent.integrations.observe import documents
-from kvctl_agent.integrations.observe.documents import RankNames
+from kvctl_agent.integrations.observe import tracker
+from kvctl_agent.integrations.observe.tracker import RankNames
 
 ENDPOINT = "10.0.0.2:5"
 
@@ -17,7 +17,7 @@ def test_a_rank_whose_lock_file_comes_after_its_first_message_is_found_after_som
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(documents, "monotonic", lambda: now)
+    monkeypatch.setattr(tracker, "monotonic", lambda: now)
     names = RankNames(tmp_path)
     assert names.name_of(ENDPOINT) == ENDPOINT
     lock = tmp_path / f"decode-0{LOCK_SUFFIX}"
