@@ -345,7 +345,7 @@ class Fanout:
                 waiting.clear()
             self._expire(progress, timeout_ns, everything=over)
             for endpoint, host in list(names.items()):
-                if (answer := resolver.find(host, begun_ns - _RECENT_NS)) is None:
+                if (answer := resolver.find(host, begun_ns, _RECENT_NS)) is None:
                     continue
                 del names[endpoint]
                 if answer.error:

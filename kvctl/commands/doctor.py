@@ -19,14 +19,13 @@ from kvctl.exit_codes import ExitCode
 from kvctl.health.engine import HealthReading
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.host.inspection import command_facts, explain_faults, inspect, local_agents
-from kvctl.health.host.view import Fact, HostView
+from kvctl.health.host.view import HOST, Fact, HostView
 from kvctl.render import palette
 from kvctl.render.findings import folded, headline, labelled, paragraph, row
 from kvctl.render.report import Block, Line, Report, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.admin import socket_dir
 
-HOST = "host"
 _TOPIC = 18
 _COMMAND = re.compile(r"`([^`]+)`")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from io import BufferedReader
-from pathlib import Path
 from typing import Any, cast
 
 import click
@@ -20,11 +18,8 @@ from kvctl.logs.scan import LogError, Match, Scan
 from kvctl.logs.signatures import signatures
 from kvctl.render import palette
 from kvctl.render.findings import headline, labelled
-from kvctl.render.report import Block, Report, Text
+from kvctl.render.report import Block, Line, Report, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
-
-_LABEL = 10
-_STDIN = "-"
 
 LOGS = View(
     "logs",
@@ -72,9 +67,11 @@ def logs(settings: Settings, files: tuple[str, ...]) -> None:
     scan, faults = Scan(signatures()), []
     for name in files:
         try:
-            _read(scan, name)
-        except LogError as error:
-            faults.append(Fault(name, FaultCode.PROTOCOL, str(error)))
+            with click.open_file(name, "rb") as file:
+                scan.read(name, cast(BufferedReader, file))
+        except (LogError, OSError) as error:
+            text = error.strerror if isinstance(error, OSError) else None
+            faults.append(Fault(name, FaultCode.PROTOCOL, text or str(error)))
     rows = [_row(match) for match in scan.found()]
     examined = counted(len(files), "file")
     report = Report(
@@ -87,32 +84,13 @@ def logs(settings: Settings, files: tuple[str, ...]) -> None:
     raise click.exceptions.Exit(ExitCode.PARTIAL if faults else found)
 
 
-def _read(scan: Scan, name: str) -> None:
-    """Searches a file, or stdin; raises LogError."""
-    try:
-        if name == _STDIN:
-            scan.read(name, cast(BufferedReader, sys.stdin.buffer))
-        else:
-            with Path(name).open("rb") as file:
-                scan.read(name, file)
-    except OSError as error:
-        raise LogError(error.strerror or str(error)) from None
-
-
 def _row(match: Match) -> dict[str, Any]:
     signature = match.signature
     return {
         "severity": signature.severity.label,
-        "code": signature.code,
-        "engine": signature.engine,
         "lines": match.count,
-        "file": match.file,
-        "line": match.line,
-        "cause": signature.cause,
-        "next": signature.next,
-        "text": match.text,
-        "last": match.last,
-        "report": signature.report,
+        **{key: getattr(signature, key) for key in ("code", "engine", "cause", "next", "report")},
+        **{key: getattr(match, key) for key in ("file", "line", "text", "last")},
     }
 
 
@@ -125,16 +103,9 @@ def _blocks(rows: Sequence[Row], kept: Sequence[Row], width: int, examined: str,
         severity = each["severity"]
         style, glyph = palette.VERDICTS[severity], f"{palette.VERDICT_GLYPHS[severity]} {severity}"
         where = f"{each['file']}:{each['line']}" + (f" and {each['lines'] - 1} more" if each["lines"] > 1 else "")
-        found.append(
-            Text(
-                [
-                    [(f"{number}. ", "bold"), (glyph, style), (f"  {each['code']}  ", "bold"), (where, "")],
-                    *(
-                        line
-                        for key, label in (("text", "line"), ("cause", "cause"), ("next", "next"), ("report", "report"))
-                        for line in labelled(label, each[key], width, _LABEL)
-                    ),
-                ]
-            )
-        )
+        title = [(f"{number}. ", "bold"), (glyph, style), (f"  {each['code']}  ", "bold"), (where, "")]
+        described: list[Line] = [title]
+        for key, label in (("text", "line"), ("cause", "cause"), ("next", "next"), ("report", "report")):
+            described += labelled(label, each[key], width)
+        found.append(Text(described))
     return found

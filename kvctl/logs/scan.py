@@ -21,13 +21,8 @@ _LINE_BYTES = 1 << 18  # a longer line is cut
 _SHOWN, _SHOWN_BEFORE = 400, 100
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\))")
 _GZIP = b"\x1f\x8b"
-_OTHERS = {
-    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc"),
-    b"\xfd7zXZ\x00": ("xz", "xz -dc"),
-    b"BZh": ("bzip2", "bzip2 -dc"),
-    b"\x04\x22\x4d\x18": ("lz4", "lz4 -dc"),
-    b"PK\x03\x04": ("zip", "unzip -p"),
-}
+_OTHERS = {b"\x28\xb5\x2f\xfd": "zstd -dc", b"\xfd7zXZ\x00": "xz -dc", b"BZh": "bzip2 -dc"}
+_OTHERS |= {b"\x04\x22\x4d\x18": "lz4 -dc", b"PK\x03\x04": "unzip -p"}
 _MAGIC_BYTES = 6
 
 
@@ -41,13 +36,14 @@ class Match:
 
     Attributes:
         count: number of its lines.
-        file, line: where the first one is; lines count from 1.
+        log, file, line: where the first one is: number and name of the log; lines count from 1.
         text: the first line, without colours, cut around the match if it is long.
         last: the last line, likewise.
     """
 
     signature: Signature
     count: int
+    log: int
     file: str
     line: int
     text: str
@@ -59,7 +55,7 @@ class Scan:
 
     def __init__(self, known: Iterable[Signature]) -> None:
         self._known = tuple(known)
-        self._found: dict[str, tuple[int, Match]] = {}  # with the number of the log
+        self._found: dict[str, Match] = {}
         self._logs = 0
 
     def read(self, name: str, file: BufferedReader) -> None:
@@ -69,7 +65,8 @@ class Scan:
             file: may be compressed by gzip.
 
         Raises:
-            LogError: the file cannot be read, its compressed data is damaged, or is of another program.
+            LogError: its compressed data is damaged, or is of another program.
+            OSError: it cannot be read.
         """
         self._logs += 1
         number = 1
@@ -82,13 +79,10 @@ class Scan:
                 number += block.count(b"\n")
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise LogError(f"its compressed data is damaged: {error}") from None
-        except OSError as error:
-            raise LogError(error.strerror or str(error)) from None
 
     def found(self) -> list[Match]:
         """Returns the known failures, the most severe first, of those the one that came first."""
-        ordered = sorted(self._found.values(), key=lambda each: (-each[1].signature.severity, each[0], each[1].line))
-        return [match for _, match in ordered]
+        return sorted(self._found.values(), key=lambda each: (-each.signature.severity, each.log, each.line))
 
     def _search(self, block: bytes, signature: Signature, name: str, number: int) -> None:
         begin = 0
@@ -96,16 +90,14 @@ class Scan:
             start = block.rfind(b"\n", 0, hit.start()) + 1
             end = block.find(b"\n", hit.end())
             begin = end = len(block) if end < 0 else end
-            line = number + block.count(b"\n", 0, start) if signature.code not in self._found else 0
+            line = number + block.count(b"\n", 0, start) if (match := self._found.get(signature.code)) is None else 0
             if hit.end() - start > _SHOWN:
                 start = max(start, hit.start() - _SHOWN_BEFORE)
             text = block[start : min(end, start + 4 * _SHOWN)].decode("utf-8", "replace").strip()[:_SHOWN]
-            if line:
-                self._found[signature.code] = self._logs, Match(signature, 1, name, line, text, text)
+            if match is None:
+                self._found[signature.code] = Match(signature, 1, self._logs, name, line, text, text)
             else:
-                _, match = self._found[signature.code]
-                match.count += 1
-                match.last = text
+                match.count, match.last = match.count + 1, text
 
 
 def _blocks(file: BufferedReader) -> Iterator[bytes]:
@@ -126,9 +118,9 @@ def _blocks(file: BufferedReader) -> Iterator[bytes]:
 def _pieces(file: BufferedReader) -> Iterator[bytes]:
     """Yields the bytes of a file, decompressed if they are compressed."""
     begin = file.peek(_MAGIC_BYTES)
-    for magic, (program, unpack) in _OTHERS.items():
+    for magic, unpack in _OTHERS.items():
         if begin.startswith(magic):
-            raise LogError(f"is compressed by {program}, which kvctl does not read: {unpack} FILE | kvctl logs -")
+            raise LogError(f"is compressed in a way that kvctl does not read: {unpack} FILE | kvctl logs -")
     plain = gzip.GzipFile(fileobj=file) if begin.startswith(_GZIP) else file
     while piece := plain.read(_BLOCK_BYTES):
         yield piece

@@ -38,15 +38,17 @@ class Signature:
 @cache
 def signatures() -> tuple[Signature, ...]:
     """Returns all known failures, in the order of the table."""
-    rows = tomllib.loads(files(__package__).joinpath("signatures.toml").read_text())["signature"]
+    table = tomllib.loads(files(__package__).joinpath("signatures.toml").read_text())
     return tuple(
         Signature(
             **{
                 **row,
+                "engine": engine,
                 "severity": Severity[row["severity"].upper()],
                 "pattern": re.compile(row["pattern"].encode()),
                 "literals": tuple(text.encode() for text in row["literals"]),
             }
         )
+        for engine, rows in table.items()
         for row in rows
     )

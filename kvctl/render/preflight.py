@@ -66,10 +66,7 @@ def draw_rates(rows: Sequence[Row], width: int) -> list[Line]:
         return []
     lines: list[Line] = [[(f"{'GB/s':<{margin}} " + "".join(f"{name:>{size}}" for name in decode), "bold")]]
     for name in prefill:
-        line: list[Span] = [(f"{name:<{margin}} ", "")]
-        for other in decode:
-            line.append(_cell(cells.get((name, other)), size))
-        lines.append(line)
+        lines.append([(f"{name:<{margin}} ", ""), *(_cell(cells.get((name, other)), size) for other in decode)])
     return lines
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvctl_agent.host import resolver
 
 _PIECE_BYTES = 1 << 16
-_RECENT_NS = 10_000_000_000  # for which the addresses of a host name are used again, not a failure
+_RECENT_NS = 10_000_000_000  # for which the addresses of a host name are used again
 _LOOK_UP_S = 0.005
 
 
@@ -44,12 +44,8 @@ def connect(host: str, port: int, deadline_s: float) -> socket.socket:
         TimeoutError: the deadline has passed.
     """
     begun_ns = time.monotonic_ns()
-    found = resolver.find(host, begun_ns - _RECENT_NS)
-    if found is not None and not found.addresses:  # the name may have an address by now
-        found = resolver.find(host, begun_ns)
-    while found is None:
+    while (found := resolver.find(host, begun_ns, _RECENT_NS)) is None:
         time.sleep(min(_LOOK_UP_S, left_s(deadline_s)))
-        found = resolver.find(host, begun_ns)
     failure: OSError = LookupFailed(found.error)
     for number, address in enumerate(found.addresses):
         try:

@@ -79,20 +79,21 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def find(host: str, since_ns: int) -> Answer | None:
+def find(host: str, since_ns: int, recent_ns: int = 0) -> Answer | None:
     """Returns the addresses of a host, of a lookup that has ended after a monotonic time; never waits.
 
     Returns None while the lookup is in progress; the call begins it. After `TIMEOUT_S` the answer is an error.
 
     Args:
         host: host name or IP address, the latter without brackets.
+        recent_ns: addresses, but no failure, may be of a lookup that had ended so long before.
     """
     if (address := ip_address(host)) is not None:
         return Answer((str(address),))
     now_ns = time.monotonic_ns()
     with _lookups.lock:
         at_ns, answer = _lookups.answers.get(host, (since_ns - 1, None))
-        if answer is not None and at_ns >= since_ns:
+        if answer is not None and at_ns >= since_ns - (recent_ns if answer.addresses else 0):
             return answer
         _lookups.begin(host, now_ns)
         begun_ns = _lookups.begun_ns.get(host, now_ns)

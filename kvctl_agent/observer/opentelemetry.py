@@ -65,9 +65,8 @@ class RoomSpans:
         self._ended = self._exported = 0  # spans, each counted by one thread
         self._ids = _ids()
         self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
-        self._provider.add_span_processor(
-            BatchSpanProcessor(_counting(exporter, self._count), max_queue_size=_MOST_SPANS)
-        )
+        counting: Any = _Counting(exporter, self._count)
+        self._provider.add_span_processor(BatchSpanProcessor(counting, max_queue_size=_MOST_SPANS))
         self._tracer = self._provider.get_tracer("kvctl")
         self._role = role
         self._fold = fold
@@ -211,26 +210,21 @@ def trace_ids(room: int, nonce: int) -> tuple[int, int]:
     return int.from_bytes(trace_id) or 1, int.from_bytes(span_id) or 1
 
 
-def _counting(exporter: SpanExporter, count: Callable[[int, bool], None]) -> Any:
-    """Returns an exporter that calls `count` with the size of each batch, and whether it was sent."""
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+class _Counting:
+    """Exporter that calls `count` with the number of spans of each batch, and whether it was sent."""
 
-    class Counting(SpanExporter):
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            result = SpanExportResult.FAILURE
-            try:
-                result = exporter.export(spans)
-            finally:
-                count(len(spans), result is SpanExportResult.SUCCESS)
+    def __init__(self, exporter: SpanExporter, count: Callable[[int, bool], None]) -> None:
+        self._exporter, self._count = exporter, count
+        self.shutdown, self.force_flush = exporter.shutdown, exporter.force_flush
+
+    def export(self, spans: Sequence[ReadableSpan]) -> Any:
+        sent = False
+        try:
+            result = self._exporter.export(spans)
+            sent = result.name == "SUCCESS"
             return result
-
-        def shutdown(self) -> None:
-            exporter.shutdown()
-
-        def force_flush(self, timeout_millis: int = 30000) -> bool:
-            return exporter.force_flush(timeout_millis)
-
-    return Counting()
+        finally:
+            self._count(len(spans), sent)
 
 
 def _ids() -> Any:

@@ -28,7 +28,6 @@ MODE = "metrics"
 _AT_ONCE = 32
 _LARGEST = (1 << 63) - 1  # of JSON
 _ROLES = ("prefill", "decode")
-_NO_FACTS: dict[str, Any] = dict.fromkeys(Status.__annotations__)
 
 
 class MetricsReader:
@@ -78,12 +77,9 @@ class MetricsReader:
     def _reply(
         endpoint: Endpoint, call: Call, answers: Mapping[str, Any] | Fault, sent_at_ns: int, took_ns: int
     ) -> Reply:
-        data, fault = None, None
-        if isinstance(answers, Fault):
-            fault = answers
-        elif call.command in answers:
-            data = answers[call.command]
-        else:
+        fault = answers if isinstance(answers, Fault) else None
+        data = None if isinstance(answers, Fault) else answers.get(call.command)
+        if fault is None and data is None:
             fault = metrics_only(endpoint.name, call.command)
         return Reply(endpoint, call, data, fault, sent_at_ns, sent_at_ns + took_ns, took_ns)
 
@@ -130,7 +126,8 @@ class MetricsReader:
                 finished["Success"] = max(0, finished["Success"] - finished.get("Failed", 0))
         transfers = next((found for engine in engines if (found := moved(engine, families))), None)
         return {
-            **_NO_FACTS,
+            **dict.fromkeys(Status.__annotations__),
+            **{key: {} for key in ("rooms_finished_5m", "peers", "pool", "dtypes", "process")},
             **worker,
             "rank": dict.fromkeys(("dp", "pp", "cp", "tp", "unique"), 0),
             "sizes": dict.fromkeys(("dp", "pp", "cp", "tp"), 1),
@@ -139,17 +136,12 @@ class MetricsReader:
             "device": "",
             "rooms": rooms,
             "rooms_finished_total": finished,
-            "rooms_finished_5m": {},
             "bytes_total": 0 if transfers is None else _whole(transfers.nbytes),
             "rate": self._rate(endpoint, transfers),
             "latency": _latency(families, [engine.transfers for engine in engines if engine.transfers]),
-            "peers": {},
-            "pool": {},
-            "dtypes": {},
             "metrics_url": public(endpoint.remote),
             "accepting": True,
             "draining": False,
-            "process": {},
             "engine_in_call": False,
         }
 

@@ -40,7 +40,7 @@ _ANY_METRIC = re.compile(r"#|[a-zA-Z_:][a-zA-Z0-9_:]*[ {]")
 class ScrapeError(Exception):
     """An endpoint has no metrics for us; `code` is that of the fault, the text its message."""
 
-    def __init__(self, code: FaultCode, text: str) -> None:
+    def __init__(self, text: str, code: FaultCode = FaultCode.PROTOCOL) -> None:
         super().__init__(text)
         self.code = code
 
@@ -63,21 +63,18 @@ def parse(body: bytes, deadline_ns: int | None = None) -> list[dict[str, Any]]:
     lines = body.decode("utf-8", "replace").split("\n")
     ours = [line for line in lines if _OURS.match(line)]
     if len(ours) > _MOST_LINES or any(len(line) > _LINE_CHARACTERS for line in ours):
-        text = (
-            f"its answer has more than {_MOST_LINES} lines of metrics, or one of {_LINE_CHARACTERS >> 10} Ki characters"
-        )
-        raise ScrapeError(FaultCode.PROTOCOL, text)
+        limits = f"{_MOST_LINES} lines of metrics, or one of {_LINE_CHARACTERS >> 10} Ki characters"
+        raise ScrapeError(f"its answer has more than {limits}")
     try:
         if not any(_ANY_METRIC.match(line) for line in lines):
             raise ValueError(lines[0][:80])
         rows = [_row(family) for family in text_fd_to_metric_families(_until(deadline_ns, ours))]
     except (ValueError, KeyError, IndexError) as error:
-        text = f"its answer has no metrics in Prometheus's text format: {shown(str(error))}"
-        raise ScrapeError(FaultCode.PROTOCOL, text) from None
+        raise ScrapeError(f"its answer has no metrics in Prometheus's text format: {shown(str(error))}") from None
     if all(row["name"] == ALIVE for row in rows):
         known = ", ".join(f"{engine.prefix}*" for engine in ENGINES)
         text = f"it exports no metrics of an engine that kvctl knows ({known}); give the URL of an engine's server"
-        raise ScrapeError(FaultCode.PROTOCOL, text)
+        raise ScrapeError(text)
     return rows
 
 
@@ -85,7 +82,7 @@ def _until(deadline_ns: int | None, lines: Iterable[str]) -> Any:
     """Yields the lines, as a text file does; raises ScrapeError after the deadline."""
     for line in lines:
         if deadline_ns is not None and time.monotonic_ns() > deadline_ns:
-            raise ScrapeError(FaultCode.PROTOCOL, "its answer is too large to be read within the time limit")
+            raise ScrapeError("its answer is too large to be read within the time limit")
         yield line
 
 
@@ -97,30 +94,27 @@ def _get(url: SplitResult, deadline_ns: int) -> bytes:
         with _connect(url, deadline_ns / 1e9) as connection:
             status, headers, body = exchange(connection, request.encode(), deadline_ns / 1e9, MAX_BYTES)
     except TimeoutError:
-        raise ScrapeError(FaultCode.TIMEOUT, "no answer in time") from None
+        raise ScrapeError("no answer in time", FaultCode.TIMEOUT) from None
     except AnswerTooLarge:
-        raise ScrapeError(FaultCode.PROTOCOL, f"its answer has more than {MAX_BYTES >> 20} MiB") from None
+        raise ScrapeError(f"its answer has more than {MAX_BYTES >> 20} MiB") from None
     except ssl.SSLError as error:
-        raise ScrapeError(FaultCode.PROTOCOL, f"no TLS connection: {error.reason or error}") from None
+        raise ScrapeError(f"no TLS connection: {error.reason or error}") from None
     except HTTPException as error:
-        text = f"its answer is not HTTP: {type(error).__name__}: {shown(str(error))}"
-        raise ScrapeError(FaultCode.PROTOCOL, text) from None
+        raise ScrapeError(f"its answer is not HTTP: {type(error).__name__}: {shown(str(error))}") from None
     except LookupFailed as error:
-        raise ScrapeError(FaultCode.UNREACHABLE, str(error)) from None
+        raise ScrapeError(str(error), FaultCode.UNREACHABLE) from None
     except OSError as error:
         text = f"cannot connect: {error.strerror or error}; is the server running, with this host and port?"
-        raise ScrapeError(FaultCode.UNREACHABLE, text) from None
+        raise ScrapeError(text, FaultCode.UNREACHABLE) from None
     if status in _REDIRECTS:
         where = shown(str(headers["Location"] or "").partition("?")[0])
-        text = f"redirects to {where}, which is not followed; give that URL if it is the server's"
-        raise ScrapeError(FaultCode.PROTOCOL, text)
+        raise ScrapeError(f"redirects to {where}, which is not followed; give that URL if it is the server's")
     if status == 404:
-        text = f"has no {url.path}; start SGLang with --enable-metrics, vLLM without --disable-log-stats"
-        raise ScrapeError(FaultCode.PROTOCOL, text)
+        raise ScrapeError(f"has no {url.path}; start SGLang with --enable-metrics, vLLM without --disable-log-stats")
     if status in {401, 403}:
-        raise ScrapeError(FaultCode.NOT_PERMITTED, f"refuses {url.path} ({status})")
+        raise ScrapeError(f"refuses {url.path} ({status})", FaultCode.NOT_PERMITTED)
     if status != 200:
-        raise ScrapeError(FaultCode.PROTOCOL, f"answers {url.path} with status {status}")
+        raise ScrapeError(f"answers {url.path} with status {status}")
     return body
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from kvctl.health.finding import Severity
 from kvctl_agent.host.processors import available_cores
 
+HOST = "host"
+"""Code of a finding about a host that has no health code."""
+
 # For an import of torch and SGLang, on a busy host.
 _IMPORT_S = 120.0
 

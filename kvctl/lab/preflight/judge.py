@@ -21,15 +21,13 @@ from kvctl.health.codes.facts import common_agents
 from kvctl.health.codes.network import too_large
 from kvctl.health.engine import examine
 from kvctl.health.finding import Finding, Severity, listed, pair
+from kvctl.health.host.view import HOST
 from kvctl.health.lanes import carried_by
 from kvctl.health.snapshot import Snapshot
 from kvctl.lab.preflight.run import Options, PlannedRank, Results
 from kvctl.render.units import duration, size, three_digits
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.snapshots import Hello
-
-HOST = "host"
-"""Code of a finding about a host that has no health code."""
 
 _CODES = (
     *("KV_CLOCK_SKEW", "KV_NIC_DOWN", "KV_RAIL_IDLE", "KV_LANE_NOT_RDMA", "KV_NUMA_FAR", "KV_GID_UNROUTABLE"),
@@ -77,11 +75,6 @@ def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], re
     return rows
 
 
-def _within(row: Mapping[str, Any]) -> bool:
-    """Returns whether both ranks of a pair are on one host: such pairs are compared with their like."""
-    return bool(row["prefill_host"] == row["decode_host"])
-
-
 def _judge_row(row: dict[str, Any], rows: Sequence[Mapping[str, Any]], results: Results) -> None:
     """Sets verdict and problem of a row; a pair is compared with the others."""
     key = row["prefill"], row["decode"]
@@ -99,7 +92,9 @@ def _judge_row(row: dict[str, Any], rows: Sequence[Mapping[str, Any]], results: 
         row["verdict"] = "critical" if why else "unknown"
         row["problem"] = why or "not measured"
     else:
-        alike = [each for each in rows if each["gb_per_s"] is not None and _within(each) == _within(row)]
+        # Pairs within one host are compared with their like.
+        measured = [each for each in rows if each["gb_per_s"] is not None]
+        alike = [e for e in measured if (e["prefill_host"] == e["decode_host"]) == (ends[0] == ends[1])]
         rates = sorted(each["gb_per_s"] for each in alike)
         latencies = sorted(each["latency_ns"] for each in alike)
         fast, short = rates[-1 - (len(rates) - 1) // 4], latencies[(len(latencies) - 1) // 4]
@@ -210,20 +205,20 @@ def _unanswered(
 
 
 def _pair_findings(rows: Sequence[Mapping[str, Any]], results: Results, options: Options) -> Iterator[Finding]:
-    wrong = [row for row in rows if results.writes.get((row["prefill"], row["decode"]), {}).get("wrong_bytes")]
-    for row in wrong:
-        yield _critical(
-            "KV_CHECKSUM_MISMATCH",
-            pair(row["prefill"], row["decode"]),
-            (row["prefill"], row["decode"]),
-            f"bytes that {row['decode']} received over {options.transport} are not those that {row['prefill']} sent",
-            CODES_BY_NAME["KV_CHECKSUM_MISMATCH"].remedy,
-        )
     blocked: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     slow: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        ends = row["prefill_host"], row["decode_host"]
-        if results.writes.get((row["prefill"], row["decode"]), {}).get("error"):
+        key, ends = (row["prefill"], row["decode"]), (row["prefill_host"], row["decode_host"])
+        written = results.writes.get(key, {})
+        if written.get("wrong_bytes"):
+            yield _critical(
+                "KV_CHECKSUM_MISMATCH",
+                pair(*key),
+                key,
+                f"bytes that {key[1]} received over {options.transport} are not those that {key[0]} sent",
+                CODES_BY_NAME["KV_CHECKSUM_MISMATCH"].remedy,
+            )
+        elif written.get("error"):
             blocked.setdefault(ends, []).append(row)
         elif row["verdict"] == "warning":
             slow.setdefault(ends, []).append(row)
@@ -255,20 +250,14 @@ def _pair_findings(rows: Sequence[Mapping[str, Any]], results: Results, options:
                 "lane_gb_per_s": round(worst["gb_per_s"], 4),
                 "others_gb_per_s": round(worst["others_gb_per_s"], 4),
                 "latency_ns": worst["latency_ns"],
-                **lane_evidence(worst),
+                "lane": worst["lane"],
+                "lane_source": worst["lane_source"],
+                "carried": {
+                    name: f"{size(nbytes)} of {size(worst['moved_bytes'])}" for name, nbytes in worst["carried"].items()
+                },
             },
             weight=len(members),
         )
-
-
-def lane_evidence(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the lane of a pair, the devices that carried its bytes, and how that is known."""
-    moved = row["moved_bytes"] or 0
-    return {
-        "lane": row["lane"],
-        "lane_source": row["lane_source"],
-        "carried": {name: f"{size(nbytes)} of {size(moved)}" for name, nbytes in row["carried"].items()},
-    }
 
 
 def _host_findings(ranks: Sequence[PlannedRank], results: Results, options: Options) -> Iterator[Finding]:
@@ -290,15 +279,8 @@ def _host_findings(ranks: Sequence[PlannedRank], results: Results, options: Opti
             )
     for (topic, found, means), members in facts.items():
         fact, names = members[0][1], listed(host for host, _ in members)
-        yield Finding(
-            fact["code"] or HOST,
-            Severity(fact["severity"]),
-            f"{names}: {topic}",
-            (),
-            f"{found}: {means}",
-            fact["remedy"],
-            {"hosts": names},
-        )
+        code, severity, cause = fact["code"] or HOST, Severity(fact["severity"]), f"{found}: {means}"
+        yield Finding(code, severity, f"{names}: {topic}", (), cause, fact["remedy"], {"hosts": names})
 
 
 def _health_findings(
@@ -340,8 +322,8 @@ def _peer(rank: PlannedRank, row: Mapping[str, Any]) -> dict[str, Any]:
     found = {"peer": row[other], "state": "ready", "same_host": row["prefill_host"] == row["decode_host"]}
     found |= {"peer_host": row[f"{other}_host"], "lane": ""}
     if rank.role == "prefill" and row["lane_expected"]:
-        found |= {"lane_kind": row["lane"], "lane_expected": row["lane_expected"]}
-        found |= {"lane_source": row["lane_source"], "lane_gb_per_s": row["gb_per_s"]}
+        found |= {key: row[key] for key in ("lane_expected", "lane_source")}
+        found |= {"lane_kind": row["lane"], "lane_gb_per_s": row["gb_per_s"]}
     return found
 
 

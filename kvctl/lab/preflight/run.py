@@ -173,10 +173,10 @@ class Preflight:
         self._read_clocks()
         self._reach()
         self.measure(self._pairs)
-        asked = {
-            name: Command("devices", peers=sorted({self._address(peer) for peer in self._peers(name)}))
-            for name in self._alive()
-        }
+        asked, begun = {}, self.results.begun
+        for name in self._alive():
+            peers = {end for pair in self.results.writes if name in pair for end in pair} - {name}
+            asked[name] = Command("devices", peers=sorted({begun[peer]["address"] for peer in peers & begun.keys()}))
         self.results.devices = self._ask(asked, _ANSWER_S, "reading its network devices")
 
     def measure(self, pairs: Iterable[tuple[str, str]]) -> None:
@@ -194,12 +194,11 @@ class Preflight:
             wrong = [pair for pair in ready if self.results.writes.get(pair, {}).get("wrong_bytes")]
             self._measure_at_once([pair for pair in wrong if pair[1] in unfinished])
             for pair in ready:
-                if pair in self.results.writes:
-                    ends = self._ends(pair)
-                    if self.results.writes[pair]["error"]:
-                        self._unfinished.setdefault(ends, []).append(pair)
-                    else:
-                        self._measured.add(ends)
+                written, ends = self.results.writes.get(pair), self._ends(pair)
+                if written is not None and written["error"]:
+                    self._unfinished.setdefault(ends, []).append(pair)
+                elif written is not None:
+                    self._measured.add(ends)
 
     def _start(self) -> None:
         of_host: dict[str, list[PlannedRank]] = {}
@@ -247,7 +246,7 @@ class Preflight:
         wanted = {
             ends
             for pair in self._pairs
-            for ends in ((self._host(pair[0]), self._host(pair[1])), (self._host(pair[1]), self._host(pair[0])))
+            for ends in (self._ends(pair), self._ends((pair[1], pair[0])))
             if ends[0] != ends[1] and all(self._leaders[host] in self._alive() for host in ends)
         }
         left = sorted(wanted)
@@ -349,20 +348,10 @@ class Preflight:
         return self.results.failed.keys().isdisjoint(pair)
 
     def _ends(self, pair: tuple[str, str]) -> tuple[str, str]:
-        return self._host(pair[0]), self._host(pair[1])
+        return self._ranks[pair[0]].host, self._ranks[pair[1]].host
 
     def _alive(self) -> list[str]:
         return [name for name in self.results.begun if name not in self.results.failed]
-
-    def _host(self, rank: str) -> str:
-        return self._ranks[rank].host
-
-    def _address(self, rank: str) -> str:
-        return str(self.results.begun[rank]["address"])
-
-    def _peers(self, rank: str) -> list[str]:
-        ends = [pair for pair in self.results.writes if rank in pair]
-        return [end for pair in ends for end in pair if end != rank and end in self.results.begun]
 
     def _reachable(self, prefill: str, decode: str) -> bool:
         """Returns whether two ranks can be measured. A host that could listen on no port may yet be reached."""

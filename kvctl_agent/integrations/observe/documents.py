@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from kvctl_agent.contract.snapshots import ConfigRow, PeerRow, Role
-from kvctl_agent.observer.documents import PeerCost
+from kvctl_agent.observer.documents import Builder, PeerCost
+from kvctl_agent.telemetry.region import Document
+
+Rows = Callable[[], Iterable[Any]]
+"""Builds the rows of a document."""
 
 
-def with_rows(build: Callable[[], Iterable[Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yields a document that has rows only."""
+def builders(
+    engine: str, state: Builder, rooms: Rows, peers: Rows, others: Mapping[Document, Rows] | None = None
+) -> dict[Document, Builder]:
+    """Returns the builders of the documents of a rank of `engine`: its state, and those that have rows only."""
+    rows = {Document.ROOMS: rooms, Document.PEERS: peers, **(others or {})}
+    rows[Document.COSTS] = lambda: _unpredicted(engine, peers())
+    return {Document.STATE: state, **{document: partial(_with_rows, build) for document, build in rows.items()}}
+
+
+def _with_rows(build: Rows) -> Iterator[Mapping[str, Any]]:
     yield {}
     yield from build()
 
@@ -44,7 +57,7 @@ def peer_row(
     }
 
 
-def unpredicted(engine: str, peers: Iterable[PeerRow]) -> Iterator[PeerCost]:
+def _unpredicted(engine: str, peers: Iterable[PeerRow]) -> Iterator[PeerCost]:
     """Yields the costs of peers without predictions: an engine does not tell when a forward ended."""
     for row in peers:
         yield {

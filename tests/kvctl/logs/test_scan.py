@@ -103,7 +103,7 @@ def test_what_was_found_before_the_damage_is_kept() -> None:
     "packed", [zstandard.compress(NOISE), lzma.compress(NOISE), bz2.compress(NOISE), b"PK\x03\x04" + NOISE]
 )
 def test_other_compression_is_refused(packed: bytes) -> None:
-    with pytest.raises(LogError, match="which kvctl does not read"):
+    with pytest.raises(LogError, match="that kvctl does not read"):
         of(packed)
 
 

@@ -17,10 +17,10 @@ from tests.support.polling import until
 WAIT_S = 60.0
 
 
-def found(host: str, since_ns: int = 0) -> Answer:
+def found(host: str, since_ns: int = 0, recent_ns: int = 0) -> Answer:
     """Returns the answer about a host as soon as there is one."""
     deadline = time.monotonic() + WAIT_S
-    while (answer := find(host, since_ns)) is None:
+    while (answer := find(host, since_ns, recent_ns)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return answer
@@ -44,6 +44,14 @@ def test_a_silent_name_delays_no_other_and_fails_by_its_deadline(names: Names, m
     names.answer_all()
     # The late answer counts.
     until(lambda: not found("slow.test").error, within_s=WAIT_S)
+
+
+def test_recent_addresses_are_used_again_and_a_recent_failure_is_not(names: Names) -> None:
+    assert found("pod.test").error
+    names.known["pod.test"] = ["10.0.0.2"]
+    for _ in range(2):
+        assert found("pod.test", time.monotonic_ns(), 60_000_000_000) == Answer(("10.0.0.2",))
+    assert names.asked == ["pod.test"] * 2
 
 
 def test_a_resolver_that_always_takes_longer_than_the_time_limit_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any
 
 from kvctl_agent.contract.snapshots import Bootstrap, GatedPart, PeerRow, RegisteredRank, RingAllocation, StagingBuffers
-from kvctl_agent.integrations.observe.documents import peer_row, unpredicted, with_rows
+from kvctl_agent.integrations.observe import documents
+from kvctl_agent.integrations.observe.documents import peer_row
 from kvctl_agent.integrations.sglang.observe.manager_state import engine_of
 from kvctl_agent.integrations.sglang.observe.tracker import Tracker
 from kvctl_agent.observer.documents import Builder, Diagnosis
@@ -23,17 +24,10 @@ from kvctl_agent.telemetry.region import Document
 
 def builders(manager: Any, tracker: Tracker) -> dict[Document, Builder]:
     """Returns the builder of each document of one of SGLang's CommonKVManagers that changes."""
-    rows: dict[Document, Any] = {
-        Document.ROOMS: partial(_rooms, tracker),
-        Document.BOOTSTRAP: partial(_bootstrap, manager, tracker),
-        Document.PEERS: partial(_peers, manager, tracker),
-        Document.COSTS: lambda: unpredicted("SGLang", _peers(manager, tracker)),
-    }
-    return {
-        Document.STATE: partial(_state, manager, tracker),
-        Document.STAGING: partial(_staging, manager, tracker),
-        **{document: partial(with_rows, build) for document, build in rows.items()},
-    }
+    state, peers = partial(_state, manager, tracker), partial(_peers, manager, tracker)
+    bootstrap = {Document.BOOTSTRAP: partial(_bootstrap, manager, tracker)}
+    found = documents.builders("SGLang", state, partial(_rooms, tracker), peers, bootstrap)
+    return {**found, Document.STAGING: partial(_staging, manager, tracker)}
 
 
 def _state(manager: Any, tracker: Tracker) -> Iterator[Mapping[str, Any]]:

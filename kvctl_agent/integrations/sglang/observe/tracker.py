@@ -218,8 +218,7 @@ class Tracker(EventTracker):
 
     def chunk_ready(self, at_ns: int, number: int, first_page: int, last: bool) -> None:
         """The scheduler handed a chunk over to a transfer worker."""
-        room = self._room(number)
-        if room is None:
+        if (room := self._room(number)) is None:
             return
         if room.record.first_ready_at is None:
             room.record.first_ready_at = at_ns
@@ -239,8 +238,7 @@ class Tracker(EventTracker):
 
     def part_sent(self, at_ns: int, part: SentPart) -> None:
         """A worker has written a chunk to one decode rank."""
-        room = self._room(part.room)
-        if room is None:
+        if (room := self._room(part.room)) is None:
             return
         ready_ns, chunk, moments = room.ready.get(part.first_page), 0, {}
         if ready_ns is not None:
@@ -302,8 +300,7 @@ class Tracker(EventTracker):
 
     def chunk_landed(self, at_ns: int, number: int, chunk: int, pages: int, prefill_rank: int | None) -> None:
         """Staged: a prefill rank has written its share of a chunk into the ring."""
-        room = self._room(number)
-        if room is None:
+        if (room := self._room(number)) is None:
             return
         rank = prefill_rank or 0
         peer = next((writer.name for writer in room.writers if writer.rank == rank), None)

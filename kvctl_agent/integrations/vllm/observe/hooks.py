@@ -6,6 +6,7 @@ half to the workers, as an attribute of plain values.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic_ns as now_ns
@@ -29,7 +30,7 @@ _MOST_POSTED = 65536
 _HEARTBEAT = b"HB:"
 _REGISTRATION = b"PUSH_REG:"
 _SKEW_NS = 60_000_000_000
-_RANDOM_DIGITS = 8
+_RANDOM_END = re.compile(r"(.+)-[0-9a-fA-F]{8}", re.DOTALL)
 _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 _FAILURES: Mapping[str, str] = {
     **dict.fromkeys(("handshake_failed", "handshake_setup_failed", "push_reg_handshake_failed"), "KV_HANDSHAKE_FAILED"),
@@ -74,12 +75,8 @@ _posting = _Posting()
 
 def base_id(request: str) -> str:
     """Returns a request id without vLLM's random end, as push mode matches the ids of both engines."""
-    head, dash, end = request.rpartition("-")
-    return (
-        head
-        if head and dash and len(end) == _RANDOM_DIGITS and all(c in "0123456789abcdefABCDEF" for c in end)
-        else request
-    )
+    found = _RANDOM_END.fullmatch(request)
+    return found[1] if found else request
 
 
 def blocks_of(groups: Iterable[Any] | None) -> int:

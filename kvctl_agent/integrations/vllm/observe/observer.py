@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 from kvctl_agent import rank_name
 from kvctl_agent.contract.snapshots import ConfigRow, PeerRow, Role
-from kvctl_agent.integrations.observe.documents import peer_row, setting, unpredicted, variable_origin, with_rows
+from kvctl_agent.integrations.observe.documents import builders, peer_row, setting, variable_origin
 from kvctl_agent.integrations.observe.hooks import Hooks, add_hooks, after, before
 from kvctl_agent.integrations.observe.observer import ObservedRank, Observer, Watched
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.observe import hooks, mooncake
 from kvctl_agent.integrations.vllm.observe.hooks import WATCH, Watch
 from kvctl_agent.integrations.vllm.observe.tracker import Shape, Tracker
-from kvctl_agent.observer.documents import Builder, Diagnosis
+from kvctl_agent.observer.documents import Diagnosis
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.region import Document
 
 logger = logging.getLogger("vllm.kvctl")
 
@@ -192,7 +191,8 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
     def watched(telemetry: Telemetry, directory: Path) -> Watched:
         tracker = Tracker(name, shape, telemetry, directory)
         waiting.append(tracker)
-        return tracker, _builders(tracker, engine.name)
+        peers = partial(_peers, tracker, engine.name)
+        return tracker, builders("vLLM", partial(_state, tracker), partial(_rooms, tracker), peers)
 
     waiting: list[Tracker] = []
     return Observer(rank, watch.events, watched, lambda: len(waiting[0].rooms))
@@ -276,18 +276,6 @@ def _pp_rank() -> int:
 
 
 # ---- documents -------------------------------------------------------------------------------------------------
-
-
-def _builders(tracker: Tracker, engine: str) -> dict[Document, Builder]:
-    rows: dict[Document, Any] = {
-        Document.ROOMS: partial(_rooms, tracker),
-        Document.PEERS: partial(_peers, tracker, engine),
-        Document.COSTS: lambda: unpredicted("vLLM", _peers(tracker, engine)),
-    }
-    return {
-        Document.STATE: partial(_state, tracker),
-        **{document: partial(with_rows, build) for document, build in rows.items()},
-    }
 
 
 def _state(tracker: Tracker) -> Iterator[Mapping[str, Any]]:

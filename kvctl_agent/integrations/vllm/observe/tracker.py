@@ -162,8 +162,7 @@ class Tracker(EventTracker):
 
     def ended(self, at_ns: int, request: str, aborted: bool) -> None:
         """The scheduler has ended the request, and nothing of it is held or awaited."""
-        room = self.rooms.get(request)
-        if room is None:
+        if (room := self.rooms.get(request)) is None:
             return
         if not aborted:
             self._finish(request, at_ns, RoomState.SUCCESS, "success", "nothing had to be transferred")
@@ -174,8 +173,7 @@ class Tracker(EventTracker):
 
     def posted(self, _: int, posted: Posted) -> None:
         """A transfer was handed to the transfer engine."""
-        room = self.rooms.get(posted.request)
-        if room is None:
+        if (room := self.rooms.get(posted.request)) is None:
             return
         room.posted += 1
         if room.record.state_now < RoomState.TRANSFERRING:
@@ -235,8 +233,7 @@ class Tracker(EventTracker):
 
     def _claim(self, at_ns: int, request: str, name: str) -> None:
         self._heard(name, at_ns)
-        room = self.rooms.get(request)
-        if room is None:
+        if (room := self.rooms.get(request)) is None:
             return
         if name in room.record.peers:
             room.record.event("renew", at_ns, peer=name)
@@ -267,8 +264,7 @@ class Tracker(EventTracker):
 
     def released(self, at_ns: int, request: str) -> None:
         """vLLM has released the blocks of a request: decode has them, or the lease has ended."""
-        room = self.rooms.get(request)
-        if room is None:
+        if (room := self.rooms.get(request)) is None:
             return
         read, readers = room.readers
         if (readers and read >= readers) or (room.posted and room.moved >= room.posted):
@@ -288,8 +284,7 @@ class Tracker(EventTracker):
     def allocated(self, at_ns: int, request: str, blocks: int, cached: int, engine: str, server: Server) -> None:
         """The request has blocks for what prefill computed; `cached` blocks of the prompt were here."""
         put_bounded(self._engines, engine, server, _MOST_PEERS)
-        room = self.rooms.get(request)
-        if room is None:
+        if (room := self.rooms.get(request)) is None:
             return
         room.server, room.record.pages = server, blocks
         names = self._peers_at(server)
@@ -331,8 +326,7 @@ class Tracker(EventTracker):
 
     def written(self, at_ns: int, request: str, agent: str, writers: int) -> None:
         """Push, Mooncake: a prefill worker, one of `writers`, has written its share of the request's blocks."""
-        room = self.rooms.get(request)
-        if room is None:
+        if (room := self.rooms.get(request)) is None:
             return
         name = next(iter(room.owing), None) or self.name_of(agent)
         self._heard(name, at_ns)
@@ -343,8 +337,7 @@ class Tracker(EventTracker):
 
     def received(self, at_ns: int, request: str, failed: bool) -> None:
         """vLLM has what it waited for, or has given it up."""
-        room = self.rooms.get(request)
-        if room is None:
+        if (room := self.rooms.get(request)) is None:
             return
         if not failed and room.reason is None:
             self._finish(request, at_ns, RoomState.SUCCESS, "success")
