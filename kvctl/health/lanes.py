@@ -65,16 +65,13 @@ def measured_lane(name: str, before: Row, after: Row, probe: Row) -> dict[str, A
     if moved and all(nics):
         by_counters, carried = carried_by(*nics, moved)
         most = max(_grown(*nics).values(), default=0)
-        unused = (
-            peer.get("same_host") is True and most < _SHARE * moved and not number(inner(after, "nics"), "left_out")
-        )
-        if source == "engine":
-            pass
-        elif by_counters and max(carried.values()) > _MIXED * moved:
-            source = f"{source or 'nothing'}: counters have other traffic"
-        elif by_counters:
-            lane, source = by_counters, "counters"
-        elif unused and not lane:
+        unused = most < _SHARE * moved and not number(inner(after, "nics"), "left_out")
+        if by_counters and source != "engine":
+            if max(carried.values()) > _MIXED * moved:
+                source = f"{source or 'nothing'}: counters have other traffic"
+            else:
+                lane, source = by_counters, "counters"
+        elif unused and not lane and peer.get("same_host") is True:
             lane, source = SHARED_MEMORY, "counters: no device carried them"
     return {"lane": lane or None, "lane_source": source or None, "carried": carried, "moved_bytes": moved}
 

@@ -178,14 +178,12 @@ def _role(families: Families) -> str:
 def _latency(families: Families, transfers: Sequence[Any]) -> LatencySummary:
     """Returns quantiles of the time of one transfer, as far as the buckets of the histogram tell them."""
     for each in transfers:
-        samples = families[each.time]["samples"] if each.time in families else ()
         buckets: dict[float, float] = {}
-        for sample in samples:
+        for sample in families.get(each.time, {}).get("samples", ()):
             for bound, count in sample.get("buckets", ()):
                 bound = float("inf") if bound is None else bound
                 buckets[bound] = buckets.get(bound, 0.0) + count
-        count = _whole(max(buckets.values(), default=0))
-        if count:
+        if count := _whole(max(buckets.values(), default=0)):
             ordered = sorted(buckets.items())
             p50, p90, p99 = (_quantile(ordered, share * count, each.time_ns) for share in (0.5, 0.9, 0.99))
             return {"p50_ns": p50, "p90_ns": p90, "p99_ns": p99, "count": count}
@@ -196,8 +194,7 @@ def _quantile(buckets: Sequence[tuple[float, float]], rank: float, unit_ns: int)
     """Returns an observation (ns) by its rank, interpolated in its bucket; None in the bucket without a bound."""
     below, lower = 0.0, 0.0
     for bound, count in buckets:
-        if count >= rank:
-            inside = (rank - below) / (count - below)
-            return None if bound == float("inf") else _whole((lower + (bound - lower) * inside) * unit_ns)
+        if count >= rank and bound < float("inf"):
+            return _whole((lower + (bound - lower) * (rank - below) / (count - below)) * unit_ns)
         below, lower = count, bound
     return None

@@ -265,13 +265,11 @@ def slow_transfers(snapshot: Snapshot, code: Code) -> Iterator[Finding]:
             and mean_bytes / _LIKE_SIZE <= each.nbytes / max(1, each.transfers) <= mean_bytes * _LIKE_SIZE
         }
         own = alike.pop(agent.name, None)
-        others = list(alike.values())
+        references = {"its transfers before": own if latest is recent else None}
+        references["those of the other servers"] = median(alike.values()) if len(alike) > 1 else None
         slower = [
             (reference / rate, reference, words)
-            for reference, words in (
-                (own if latest is recent else None, "its transfers before"),
-                (median(others) if len(others) > 1 else None, "those of the other servers"),
-            )
+            for words, reference in references.items()
             if reference is not None and mean_bytes >= _LEAST_BYTES and reference / rate >= _SLOW_FACTOR
         ]
         low = mean_bytes >= _LARGE_BYTES and rate < _TEN_GBIT

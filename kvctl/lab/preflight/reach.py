@@ -80,19 +80,19 @@ def reach(address: str, port: int, token: str, timeout_s: float) -> dict[str, An
         (a small message) or "large lost"; `error`; `rtt_ns`; and `mtu`, as the kernel knows it for this path.
     """
     found: dict[str, Any] = {"port": port, "state": "no answer", "error": "", "rtt_ns": None, "mtu": None}
-    step = f"connecting to {address} port {port}"
-    answer = resolve(address)
+    place = f"{address} port {port}"
+    step, answer = f"connecting to {place}", resolve(address)
     if not answer.addresses:
         return {**found, "state": "unresolved", "error": answer.error}
     try:
         with socket.create_connection((answer.addresses[0], port), timeout_s) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found["state"], step = "silent", f"a small message to {address} port {port}"
+            found["state"], step = "silent", f"a small message to {place}"
             connection.sendall(bytes.fromhex(token))
             _receive(connection, len(_DONE))
             found["rtt_ns"] = min(_send(connection, 0) for _ in range(_ROUNDS))
             found["mtu"] = _mtu(connection)
-            found["state"], step = "large lost", f"a message of {LARGE_BYTES >> 10} KiB to {address} port {port}"
+            found["state"], step = "large lost", f"a message of {LARGE_BYTES >> 10} KiB to {place}"
             _send(connection, LARGE_BYTES)
         found["state"] = "ok"
     except TimeoutError:
