@@ -15,7 +15,6 @@ from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import counted
 from kvctl.logs.scan import LogError, Match, Scan
-from kvctl.logs.signatures import signatures
 from kvctl.render import palette
 from kvctl.render.findings import headline, labelled
 from kvctl.render.report import Block, Line, Report, Text
@@ -64,7 +63,7 @@ def logs(settings: Settings, files: tuple[str, ...]) -> None:
         raise click.UsageError("logs reads FILE once: omit -w and --from")
     output = Output(settings)
     output.selection(LOGS)
-    scan, faults = Scan(signatures()), []
+    scan, faults = Scan(), []
     for name in files:
         try:
             with click.open_file(name, "rb") as file:

@@ -186,15 +186,10 @@ def preflight(settings: Settings, hosts: tuple[tuple[str, str], ...], **options:
             progress("")
     found = findings(ranks, rows, results, chosen)
     wrong = any(each.severity > Severity.INFO for each in found) or any(each["verdict"] != "ok" for each in rows)
-    output.emit(
-        Report(
-            PREFLIGHT,
-            rows,
-            answered=len(results.begun),
-            objects=lambda kept: [_document(kept, ranks, results, found, not wrong)],
-            blocks=lambda kept, width: _blocks(kept, width, found, rows, len(hosts)),
-        )
-    )
+    report = Report(PREFLIGHT, rows, answered=len(results.begun))
+    report.objects = lambda kept: [_document(kept, ranks, results, found, not wrong)]
+    report.blocks = lambda kept, width: _blocks(kept, width, found, rows, len(hosts))
+    output.emit(report)
     raise click.exceptions.Exit(ExitCode.FAILED if wrong else ExitCode.OK)
 
 

@@ -1,4 +1,4 @@
-"""Searches logs of any size for known failures.
+"""Searches logs of any size for known failures, those of the table signatures.toml.
 
 A log is read in blocks of whole lines, and each pattern searches a block at once, which is several times faster than
 line by line; most blocks have none of the literals that a pattern needs, which is faster to see. Bytes that are no
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import gzip
 import re
+import tomllib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from io import BufferedReader
 
-from kvctl.logs.signatures import Signature
+from kvctl.health.finding import Severity
 
 _BLOCK_BYTES = 1 << 20
 _LINE_BYTES = 1 << 18  # a longer line is cut
@@ -28,6 +31,49 @@ _MAGIC_BYTES = 6
 
 class LogError(Exception):
     """A log cannot be read, or not to its end; the message does not name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One known failure.
+
+    Attributes:
+        code: its name.
+        engine: program that writes the line.
+        pattern: what the line contains; matches within one line.
+        literals: a matching line contains at least one of these texts.
+        cause: most likely cause.
+        next: next step.
+        report: URL of a public report, or the source file of the message.
+    """
+
+    code: str
+    engine: str
+    severity: Severity
+    pattern: re.Pattern[bytes]
+    literals: tuple[bytes, ...]
+    cause: str
+    next: str
+    report: str
+
+
+@cache
+def signatures() -> tuple[Signature, ...]:
+    """Returns all known failures, in the order of the table."""
+    table = tomllib.loads(files(__package__).joinpath("signatures.toml").read_text())
+    return tuple(
+        Signature(
+            **{
+                **row,
+                "engine": engine,
+                "severity": Severity[row["severity"].upper()],
+                "pattern": re.compile(row["pattern"].encode()),
+                "literals": tuple(text.encode() for text in row["literals"]),
+            }
+        )
+        for engine, rows in table.items()
+        for row in rows
+    )
 
 
 @dataclass(slots=True)
@@ -53,8 +99,7 @@ class Match:
 class Scan:
     """A search for known failures in one log after the other."""
 
-    def __init__(self, known: Iterable[Signature]) -> None:
-        self._known = tuple(known)
+    def __init__(self) -> None:
         self._found: dict[str, Match] = {}
         self._logs = 0
 
@@ -73,7 +118,7 @@ class Scan:
         try:
             for block in _blocks(file):
                 plain = _ANSI.sub(b"", block) if b"\x1b" in block else block
-                for signature in self._known:
+                for signature in signatures():
                     if any(literal in plain for literal in signature.literals):
                         self._search(plain, signature, name, number)
                 number += block.count(b"\n")

@@ -9,7 +9,6 @@ are interpolated. An earlier model had two constants, and noise in one of them m
 from __future__ import annotations
 
 import time
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -50,7 +49,6 @@ class ConnectionCost(NamedTuple):
         big_bytes: size of the large write.
         us_taken: duration in µs of each measured write: one per size in `us_by_bytes`, then the large write.
         moved_bytes: bytes of all writes of the measurement together.
-        first_us: duration in µs of the first write, which waits for the connection.
     """
 
     write_gb_per_s: float
@@ -60,7 +58,6 @@ class ConnectionCost(NamedTuple):
     big_bytes: int = 0
     us_taken: tuple[float, ...] = ()
     moved_bytes: int = 0
-    first_us: float = 0.0
 
     def descriptor_us(self, nbytes: float) -> float:
         """Predicts the cost in µs of one descriptor of `nbytes` bytes.
@@ -89,7 +86,6 @@ def measure_connection(
     remote: Region,
     big_bytes: int | None = None,
     least_rounds: int = LEAST_ROUNDS,
-    wait_s: float = _WAIT_S,
 ) -> ConnectionCost:
     """Measures the cost of writes to a peer by writing `local` over `remote` for about 0.15 s.
 
@@ -109,30 +105,28 @@ def measure_connection(
         big_bytes: Size of the large write, at most that of the regions; `BIG_BYTES` if None, or `DEVICE_BIG_BYTES` from
             a GPU over a fast connection.
         least_rounds: Minimum number of rounds.
-        wait_s: Longest time of each write.
 
     Raises:
-        DeadlineExceeded: a write was not complete in time.
+        DeadlineExceeded: a write was not complete after 2 s.
         PeerDisconnected, TransportError: the transport failed.
     """
     usable = min(local.nbytes, remote.nbytes)
     if usable < _LEAST_BYTES:
         raise TransportError(f"measuring a connection needs {_LEAST_BYTES} bytes on both sides, not {usable}")
     random = np.random.default_rng(0)
-    # Measured apart: the first write waits until the connection is established.
-    once_us = partial(write_once_us, transport, peer, local, remote, wait_s=wait_s)
-    first_us = once_us(64)
+    # Not measured: the first write waits until the connection is established.
+    write_once_us(transport, peer, local, remote, 64)
     moved = 64 + _LEAST_BYTES
     if big_bytes is None:
         big_bytes = BIG_BYTES
         moved += min(big_bytes, usable) if local.device != HOST else 0
-        if local.device != HOST and once_us(min(big_bytes, usable)) < _PAYS_US:
+        if local.device != HOST and write_once_us(transport, peer, local, remote, min(big_bytes, usable)) < _PAYS_US:
             big_bytes = DEVICE_BIG_BYTES
     big_bytes = min(big_bytes, usable)
     counts = [min(count, usable // (2 * size)) for count, size in zip(_COUNTS, _SIZES, strict=True)]
     round_bytes = big_bytes + sum(count * size for count, size in zip(counts, _SIZES, strict=True))
     started = time.perf_counter()
-    least_us = once_us(_LEAST_BYTES)
+    least_us = write_once_us(transport, peer, local, remote, _LEAST_BYTES)
     share = _LONGEST_S * 1e6 / (least_rounds * round_bytes / _LEAST_BYTES * least_us)
     slow = share < 1 / 2
     if slow:
@@ -147,15 +141,13 @@ def measure_connection(
         rounds += 1
         for kind, (count, size) in enumerate(kinds):
             here, there = _scattered(random, local, count, size), _scattered(random, remote, count, size)
-            best[kind] = min(
-                best[kind], _write_us(transport, peer, here, there, np.full(count, size, np.uint64), wait_s)
-            )
+            best[kind] = min(best[kind], _write_us(transport, peer, here, there, np.full(count, size, np.uint64)))
     moved += rounds * sum(count * size for count, size in kinds)
     one_us, big_us, *many_us = best
     rate = big_bytes / max(_without(one_us, big_us), 0.001) / 1e3
     each_us = [_without(one_us, us) / count for (count, _), us in zip(kinds[2:], many_us, strict=True)]
     points = _consistent(list(zip(_SIZES, each_us, strict=True)), rate * 1e3)
-    return ConnectionCost(rate, one_us, tuple(points), tuple(counts), big_bytes, (*many_us, big_us), moved, first_us)
+    return ConnectionCost(rate, one_us, tuple(points), tuple(counts), big_bytes, (*many_us, big_us), moved)
 
 
 def _consistent(points: list[tuple[int, float]], bytes_per_us: float) -> list[tuple[int, float]]:
@@ -199,12 +191,17 @@ def _scattered(random: np.random.Generator, region: Region, count: int, size: in
 def write_once_us(
     transport: Transport, peer: str, local: Region, remote: Region, nbytes: int, wait_s: float = _WAIT_S
 ) -> float:
-    """Writes the first bytes of `local` over those of `remote` as `measure_connection` does; returns the µs taken."""
+    """Writes the first bytes of `local` over those of `remote`; returns the duration in µs.
+
+    Raises as `measure_connection`, if the write is not complete after `wait_s`.
+    """
     here, there = np.array([local.addr], np.uint64), np.array([remote.addr], np.uint64)
     return _write_us(transport, peer, here, there, np.full(1, nbytes, np.uint64), wait_s)
 
 
-def _write_us(transport: Transport, peer: str, here: Addresses, there: Addresses, sizes: Sizes, wait_s: float) -> float:
+def _write_us(
+    transport: Transport, peer: str, here: Addresses, there: Addresses, sizes: Sizes, wait_s: float = _WAIT_S
+) -> float:
     """Returns the duration of a write in µs.
 
     If the call that posts copied the bytes, the time in which this thread had no core is left out: ranks that start
@@ -217,7 +214,7 @@ def _write_us(transport: Transport, peer: str, here: Addresses, there: Addresses
     while not write.poll():
         if time.perf_counter() - started > wait_s:
             write.release()
-            raise DeadlineExceeded(f"measuring the connection to {peer!r}: a write was not complete after {wait_s:g} s")
+            raise DeadlineExceeded(f"a write of {sizes.sum()} bytes to {peer!r} was not complete after {wait_s:g} s")
         time.sleep(0)
     took_s = time.perf_counter() - started
     # The kernel may count more time without a core than has passed. A network card may write meanwhile, too.

@@ -22,7 +22,6 @@ from kvctl.client.recording_file import RecordingError, read_frames
 from kvctl.client.recordings import decode
 from kvctl.lab.bench import trace
 from kvctl.logs.scan import LogError, Scan
-from kvctl.logs.signatures import signatures
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.errors import RegionError, RemoteProtocolError, RequestRefused
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -237,7 +236,7 @@ def metrics(data: bytes) -> None:
         answers = MetricsReader()._answers(Endpoint("server", None, remote="http://server:1/metrics"), rows)
         orjson.dumps(answers, option=orjson.OPT_NON_STR_KEYS)
     with contextlib.suppress(LogError):
-        Scan(signatures()).read("log", BufferedReader(BytesIO(data)))
+        Scan().read("log", BufferedReader(BytesIO(data)))
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

@@ -6,13 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvctl.health.answers import Row, amount, inner, number, text
-from kvctl.health.codes.facts import (
-    absent,
-    failed_by_instance,
-    failed_rooms,
-    failure_alert,
-    failure_finding,
-)
+from kvctl.health.codes.facts import absent, failed_by_instance, failed_rooms, failure_alert, failure_finding
 from kvctl.health.codes.network import row_about
 from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed, pair
 from kvctl.health.snapshot import Agent, Snapshot

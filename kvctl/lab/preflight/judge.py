@@ -37,6 +37,7 @@ _CODES = (
 _SLOW_FACTOR = 5
 _LATE_FACTOR = 10
 _LATE_NS = 2_000_000
+_COUNTED = ("before", "after", "moved_bytes")
 _MEASURED = ("gb_per_s", "latency_ns", "first_ns", "moved_bytes")
 
 
@@ -48,9 +49,7 @@ def pair_rows(ranks: Sequence[PlannedRank], pairs: Sequence[tuple[str, str]], re
         written: Mapping[str, Any] = results.writes.get((prefill, decode), {})
         measured = {} if written.get("error") else written
         links = results.links.get((host[prefill], host[decode]), ())
-        lane, carried = (
-            carried_by(measured["before"], measured["after"], measured["moved_bytes"]) if measured else ("", {})
-        )
+        lane, carried = carried_by(*(measured[key] for key in _COUNTED)) if measured else ("", {})
         interconnect = measured.get("interconnect", {})
         rows.append(
             {
@@ -172,10 +171,7 @@ def _link_findings(ranks: Sequence[PlannedRank], results: Results, options: Opti
 
 
 def _unanswered(
-    common: str,
-    links: Mapping[tuple[str, str], Mapping[str, Any]],
-    addresses: Mapping[str, str],
-    options: Options,
+    common: str, links: Mapping[tuple[str, str], Mapping[str, Any]], addresses: Mapping[str, str], options: Options
 ) -> Finding:
     """Returns the finding about links that have a host in common and fail in the same way."""
     ends, link = next(iter(links.items()))

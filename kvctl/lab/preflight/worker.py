@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -34,11 +35,17 @@ from kvctl_agent.observer.process_facts import ProcessFacts
 from kvctl_agent.runtime.liveness import host_identity
 from kvctl_agent.telemetry.region import Header
 from kvctl_agent.transport.base import Transport, described
-from kvctl_agent.transport.cost_probe import DEVICE_BIG_BYTES, interconnect_of, measure_connection, write_once_us
+from kvctl_agent.transport.cost_probe import DEVICE_BIG_BYTES, interconnect_of, write_once_us
 from kvctl_agent.transport.environment import has_infiniband, prefer_family_of, prepare_environment
 from kvctl_agent.transport.registry import open_transport
 
 _MEMORY_BYTES = 64 << 20
+_LEAST_BYTES = 64 << 10
+_SMALL_BYTES = 64
+_ROUNDS = 10
+_LONG_US = 20_000  # a write that takes as long is large enough
+_BUDGET_S = 0.3
+_MOVED_BYTES = 96 << 20  # that counters are compared with, if the connection is fast enough
 
 
 class Worker:
@@ -167,16 +174,9 @@ class Worker:
         try:
             self._transport.connect(peer, bytes.fromhex(metadata))
             remote = Region(addr, nbytes)
-            cost = measure_connection(self._transport, peer, self._region, remote, wait_s=timeout_s)
-            write_once_us(self._transport, peer, self._region, remote, cost.big_bytes, timeout_s)
-            found |= {
-                "first_ns": round(cost.first_us * 1e3),
-                "latency_ns": round(cost.us_per_write * 1e3),
-                "gb_per_s": cost.write_gb_per_s,
-                "nbytes": cost.big_bytes,
-                "moved_bytes": cost.moved_bytes + cost.big_bytes,
-                "crc32": zlib.crc32(self._content[: cost.big_bytes].data),
-            }
+            once_us = partial(write_once_us, self._transport, peer, self._region, remote, wait_s=timeout_s)
+            found |= _measure(once_us, min(self._region.nbytes, nbytes))
+            found["crc32"] = zlib.crc32(self._content[: found["nbytes"]].data)
         except KvctlError as error:
             found["error"] = str(error)
             with contextlib.suppress(KvctlError):
@@ -210,6 +210,34 @@ class Worker:
         else:
             with self._device.visit():
                 self._device.upload(self._region.addr, content)
+
+
+def _measure(once_us: Callable[[int], float], most: int) -> dict[str, Any]:
+    """Measures small writes for the latency, then larger and larger ones, of at most `most` bytes, for the rate.
+
+    Args:
+        once_us: writes so many bytes, and returns the duration in µs.
+
+    Returns:
+        `first_ns`, of the first write, which waits for the connection; `latency_ns`, the shortest of a small write;
+        `gb_per_s`, of the fastest large one; `nbytes`, the size of the large ones; `moved_bytes`, of all together.
+    """
+    first_us, latency_us = once_us(_SMALL_BYTES), min(once_us(_SMALL_BYTES) for _ in range(_ROUNDS))
+    size = moved = _LEAST_BYTES
+    while (least_us := once_us(size)) < _LONG_US and size < most:
+        size = min(4 * size, most)
+        moved += size
+    started = time.monotonic()
+    while (spent_s := time.monotonic() - started) < _BUDGET_S or (moved < _MOVED_BYTES and spent_s < 3 * _BUDGET_S):
+        least_us = min(least_us, once_us(size))
+        moved += size
+    return {
+        "first_ns": round(first_us * 1e3),
+        "latency_ns": round(latency_us * 1e3),
+        "gb_per_s": size / least_us / 1e3,
+        "nbytes": size,
+        "moved_bytes": moved,
+    }
 
 
 def _facts(name: str) -> list[dict[str, Any]]:

@@ -58,7 +58,6 @@ class Observer:
 
     Args:
         watch: returns tracker and builders, from the telemetry and the directory of the admin sockets.
-        open_rooms: returns the number of rooms for which the engine should make turns.
 
     Attributes:
         name: name of the rank.
@@ -72,12 +71,10 @@ class Observer:
         rank: ObservedRank,
         events: EventQueue,
         watch: Callable[[Telemetry, Path], Watched],
-        open_rooms: Callable[[], int],
     ) -> None:
         settings = load_settings({})
         self.name = rank.name
         self._events = events
-        self._open_rooms = open_rooms
         clock = Clock()
         incarnation = clock.wall_ns(clock.now_ns()) >> 20 << 20 | secrets.randbits(20) | 1
         self.region = new_region(settings, rank.name, rank.role, incarnation, clock, logger.warning)
@@ -93,10 +90,10 @@ class Observer:
         self.region.publish(Document.CONFIG, msgspec.msgpack.encode({"rows": list(rank.config)}), now_ns)
         telemetry = Telemetry(rank.name, rank.role, self.region, clock)
         telemetry.collected = []
-        tracker, builders = watch(telemetry, Path(self.region.header.directory))
+        self._tracker, builders = watch(telemetry, Path(self.region.header.directory))
         publisher = DocumentPublisher(self.region, builders)
         publisher.publish_all()
-        self._open_events = partial(events.open, tracker, publisher)
+        self._open_events = partial(events.open, self._tracker, publisher)
         self._link = ObserverLink(
             self.region,
             settings,
@@ -133,7 +130,7 @@ class Observer:
     def _tick(self) -> None:
         """Publishes what the engine's objects show, and where its scheduler is if it makes no turns."""
         self._events.publish()
-        self._silence.look(time.monotonic_ns(), self._open_rooms())
+        self._silence.look(time.monotonic_ns(), len(self._tracker.rooms))
 
 
 def _refuse(why: str, _: dict[str, Any]) -> NoReturn:

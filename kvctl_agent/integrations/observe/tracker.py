@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvctl_agent.contract.admin import LOCK_SUFFIX
 from kvctl_agent.contract.states import RoomState
@@ -27,7 +28,12 @@ class EventTracker:
 
     Args:
         directory: directory of the admin sockets of this host's ranks.
+
+    Attributes:
+        rooms: rooms for which the engine should make turns.
     """
+
+    rooms: Mapping[Any, Any]
 
     def __init__(self, name: str, telemetry: Telemetry, directory: Path) -> None:
         self.name = name

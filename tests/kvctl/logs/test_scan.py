@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 
 from kvctl.logs import scan as module
 from kvctl.logs.scan import LogError, Match, Scan
-from kvctl.logs.signatures import signatures
 from tests.kvctl.logs.test_signatures import LINES
 
 NOISE = b'[2026-11-29 19:39:18] INFO:     127.0.0.1:54672 - "POST /generate HTTP/1.1" 200 OK\n'
 
 
 def of(*logs: bytes) -> list[Match]:
-    scan = Scan(signatures())
+    scan = Scan()
     for number, log in enumerate(logs):
         scan.read(f"{number}.log", io.BufferedReader(io.BytesIO(log)))
     return scan.found()
@@ -93,7 +92,7 @@ def test_damaged_compression() -> None:
 
 def test_what_was_found_before_the_damage_is_kept() -> None:
     log = line("vllm-lease-expired") + random.Random(1).randbytes(4 << 20)
-    scan = Scan(signatures())
+    scan = Scan()
     with pytest.raises(LogError):
         scan.read("old.log", io.BufferedReader(io.BytesIO(gzip.compress(log)[:-2000])))
     assert [each.signature.code for each in scan.found()] == ["vllm-lease-expired"]
@@ -136,7 +135,7 @@ def test_a_large_log_takes_little_memory() -> None:
             return len(buffer)
 
     stream = cast(io.BufferedReader, io.BufferedReader(Log(), 1 << 20))
-    scan = Scan(signatures())
+    scan = Scan()
     scan.read("-", stream)
     assert scan.found() == []
 

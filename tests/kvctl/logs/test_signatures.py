@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl.health.finding import Severity
-from kvctl.logs.scan import Scan
-from kvctl.logs.signatures import Signature, signatures
+from kvctl.logs.scan import Scan, Signature, signatures
 
 LINES = tomllib.loads((Path(__file__).parent / "lines.toml").read_text())
 
@@ -26,7 +25,7 @@ def test_every_signature_has_a_line() -> None:
 
 @pytest.mark.parametrize("code", LINES)
 def test_a_line_matches_its_signature_alone(code: str) -> None:
-    scan = Scan(signatures())
+    scan = Scan()
     scan.read("a.log", io.BufferedReader(io.BytesIO(LINES[code].encode())))
     assert [match.signature.code for match in scan.found()] == [code]
 

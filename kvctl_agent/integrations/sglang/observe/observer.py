@@ -138,4 +138,4 @@ def _observer_of(manager: Any) -> Observer:
         tracker = Tracker(rank.name, shape, telemetry, events.waits, directory)
         return tracker, builders(manager, tracker)
 
-    return Observer(rank, events, watch, lambda: len(manager.request_status))
+    return Observer(rank, events, watch)

@@ -315,10 +315,7 @@ def _notification(watch: Watch, sender: str, message: bytes) -> None:
 
 # ---- where they are put, beside those that all connectors have -------------------------------------------------
 
-SCHEDULER: Hooks = (
-    (after, "on_new_request", _new_request),
-    (after, "request_finished", _request_finished),
-)
+SCHEDULER: Hooks = ((after, "on_new_request", _new_request), (after, "request_finished", _request_finished))
 WORKER: Hooks = (
     (before, "start_load_kv", _start_load_kv),
     (before, "_nixl_handshake", _handshake_begins),

@@ -160,10 +160,7 @@ def _written(
 
 # ---- where they are put, beside those that all connectors have -------------------------------------------------
 
-SCHEDULER: Hooks = (
-    (after, "on_new_request", _new_request),
-    (after, "request_finished", _request_finished),
-)
+SCHEDULER: Hooks = ((after, "on_new_request", _new_request), (after, "request_finished", _request_finished))
 WORKER: Hooks = (
     (before, "start_load_kv", _start_load_kv),
     (before, "handle_new_engine_id", _new_engine),

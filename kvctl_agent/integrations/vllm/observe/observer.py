@@ -160,19 +160,10 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
         engine="vLLM",
         identity={
             "rank": {"dp": parallel.data_parallel_index, "pp": pp, "tp": worker.tp_rank, "unique": worker.tp_rank},
-            "sizes": {
-                "dp": parallel.data_parallel_size,
-                "pp": parallel.pipeline_parallel_size,
-                "tp": engine.tp_size,
-            },
+            "sizes": {"dp": parallel.data_parallel_size, "pp": parallel.pipeline_parallel_size, "tp": engine.tp_size},
             "transport": {"engine": engine.name, "backend": engine.backend, "lanes": []},
             "device": engine.device,
-            "pool": {
-                "page_size": worker.block_size,
-                "pages": pages,
-                "bytes": pages * sum(lengths),
-                "layers": layers,
-            },
+            "pool": {"page_size": worker.block_size, "pages": pages, "bytes": pages * sum(lengths), "layers": layers},
             "integration": {
                 "engine": "vllm",
                 "engine_version": versions.installed() or "",
@@ -190,12 +181,10 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
 
     def watched(telemetry: Telemetry, directory: Path) -> Watched:
         tracker = Tracker(name, shape, telemetry, directory)
-        waiting.append(tracker)
         peers = partial(_peers, tracker, engine.name)
         return tracker, builders("vLLM", partial(_state, tracker), partial(_rooms, tracker), peers)
 
-    waiting: list[Tracker] = []
-    return Observer(rank, watch.events, watched, lambda: len(waiting[0].rooms))
+    return Observer(rank, watch.events, watched)
 
 
 class Engine(NamedTuple):
