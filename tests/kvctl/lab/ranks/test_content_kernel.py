@@ -13,7 +13,6 @@ import pytest
 from kvctl.lab.ranks import content as of_content
 from kvctl.lab.ranks import gpu_store
 from kvctl.lab.ranks.content import Content, allocate_pool
-from kvctl.lab.ranks.content_store import HostStore, PlaneView
 from kvctl.lab.ranks.gpu_store import ARGUMENTS, CHECK, FILL, QUIET, WARPS, GpuStore, Launch, launch
 from kvctl.lab.ranks.messages import Room
 from kvctl.lab.ranks.pattern import POISON
@@ -136,23 +135,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> GpuStore:
     monkeypatch.setattr(gpu_store, "assemble", assemble)
     monkeypatch.setattr(gpu_store, "load", Driver)
     return GpuStore(Gpu())
-
-
-def whole(deck: PlaneView) -> list[np.ndarray]:
-    return [at(base, deck.num_slots * deck.rows.page_bytes).copy() for _, base in deck.addresses()]
-
-
-def test_it_writes_what_the_host_writes(content: Content):
-    for room in content.rooms.values():
-        for deck, bases in content.with_bases(room):
-            pages = content.items[room.number][deck.shard.segment.index]
-            before = whole(deck)
-            interpret(launch(FILL, deck, pages, bases, [0] * deck.shard.num_layers, len(pages)))
-            found = whole(deck)
-            for (_, base), block in zip(deck.addresses(), before, strict=True):
-                at(base, block.nbytes)[:] = block
-            HostStore().fill(deck, pages, bases)
-            assert all(map(np.array_equal, found, whole(deck))), deck.name
 
 
 def test_it_finds_the_first_wrong_unit_of_each_layer(content: Content):
