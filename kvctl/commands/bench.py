@@ -64,6 +64,12 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
         from kvctl.lab.bench.html.charts import require  # imported only if a report is written
 
         require()
+    if options["engine"] == "sglang":
+        from kvctl.commands.bench_servers import bench_servers
+
+        raise click.exceptions.Exit(bench_servers(output, settings, options, given))
+    if servers := sorted(given & {"sides", "together", "server_args"}):
+        raise click.BadParameter("requires --engine sglang", param_hint=f"--{servers[0].replace('_', '-')}")
     request = resolve(options, given)
     _check_columns(output, request, plan_only)
     baseline = None

@@ -19,6 +19,7 @@ from kvctl.lab.bench.options import (
     parse_sweep,
 )
 from kvctl.lab.bench.presets import PRESETS
+from kvctl.lab.bench.server_pairs import SIDES, UNDIVIDED, parse_sides
 from kvctl.lab.ranks.request import (
     VERIFY_MODES,
     ComputeOptions,
@@ -94,6 +95,7 @@ def bench_options() -> list[click.Parameter]:
         *_engine(),
         *_declared("GPUs", DeviceOptions),
         *_compute(),
+        *_servers(),
         *_result(),
     ]
 
@@ -197,11 +199,27 @@ def _compute() -> list[click.Option]:
         "launches for 22 ms at a time, as a forward; prefill:long sits in calls of 20 ms that release the interpreter. "
         "Several are compared. Use with --rate."
     )
-    output = "Tokens decoded for each request. [default: 32 with --decode-ms]"
+    output = "Tokens decoded for each request. [default: 32 with --decode-ms or --engine sglang]"
     return [
         *_declared("Compute", ComputeOptions),
         option("--busy-engine busy_engines", "A,B,…", busy, parse_busy_engines, default="off"),
         option("--output-tokens", "N", output, type=_COUNT),
+    ]
+
+
+def _servers() -> list[click.Option]:
+    option = partial(grouped_option, "Servers")
+    engine = "sglang: real servers of the SGLang that is installed beside kvctl, in place of synthetic ranks."
+    sides = (
+        f"What is compared with the first of them: {', '.join(name for name in SIDES if name != UNDIVIDED)}; with "
+        "/KEY=VALUE for variables of its servers, as kvctl/KVCTL_PATH=staged."
+    )
+    together = "Run the servers of all sides at the same time and measure in turns, where the memory suffices."
+    return [
+        option("--engine", None, engine, type=click.Choice(["synthetic", "sglang"]), default="synthetic"),
+        option("--sides", "A,B,…", sides, parse_sides, default="nixl,kvctl"),
+        option("--together", None, together, is_flag=True),
+        option("--server-args", "TEXT", "Further flags of every server, as '--mem-fraction-static 0.7'.", default=""),
     ]
 
 

@@ -187,7 +187,7 @@ def demo(settings: Settings, **options: Any) -> None:
     scenario = combined(scenarios) if scenarios else None
     if scenario is not None:
         options |= {name: value for name, value in scenario.options.items() if not _chosen(name)}
-    with _sigterm_unwinds():
+    with sigterm_unwinds():
         code = _run(output, _plan(options, scenario), options, scenarios)
     raise click.exceptions.Exit(code)
 
@@ -199,7 +199,7 @@ def _run_sglang(output: Output) -> ExitCode:
     from kvctl.lab.demo.sglang_servers import ServerError
 
     try:
-        with _sigterm_unwinds():
+        with sigterm_unwinds():
             run_pair(output.note)
     except ServerError as error:
         print_error(str(error))
@@ -210,7 +210,7 @@ def _run_sglang(output: Output) -> ExitCode:
 
 
 @contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
+def sigterm_unwinds() -> Iterator[None]:
     """Makes SIGTERM stop the ranks cleanly, as Ctrl-C does; ranks that are killed would leave their sockets behind."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ ROOFLINES: tuple[FloorKind, ...] = ("memcpy", "write", "device", "peer")
 # Pools and rings take a third of the free memory, at most 12 GiB; ranks and other programs need the rest.
 _POOL_SHARE = 3
 _MAX_POOL_BYTES = 12 << 30
+_NVIDIA_SMI_S = 30.0
 _PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -79,6 +81,20 @@ def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[
         "cuda": any_gpu["cuda"],
         "lanes": lanes,
     }
+
+
+def nvidia_gpus() -> dict[int, Gpu]:
+    """Returns the GPUs that processes started here see, by the number that they have there; {} without nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=index,name,driver_version", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines()]
+    gpus = {index: Gpu(name=name, driver=driver, cuda="") for index, name, driver in rows}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [*gpus] if visible is None else [each.strip() for each in visible.split(",") if each.strip()]
+    return {number: gpus.get(name, Gpu(name=name, driver="", cuda="")) for number, name in enumerate(names)}
 
 
 def _available_bytes() -> int:

@@ -3,71 +3,112 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
 VOCABULARY = 512
 LAYERS = 4
-HIDDEN = 128
-HEADS = 8
-KV_HEADS = 4
 HEAD_DIM = 16
-INTERMEDIATE = 256
-# Weights of this size give logits far apart: the order of a sum, which differs between TP sizes, changes no token.
-DEVIATION = 0.2
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "num_hidden_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "intermediate_size": INTERMEDIATE,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+_HIDDEN = 128
+# With this hidden size, weights of this size give logits far apart: the order of a sum, which differs between TP sizes,
+# changes no token.
+_DEVIATION = 0.2
 
 
-def write_checkpoint(folder: Path, seed: int = 7, head_dim: int = HEAD_DIM, layers: int = LAYERS) -> None:
-    """Writes config.json and model.safetensors (3 MB) into a new folder; the same seed gives the same weights."""
+class Llama(NamedTuple):
+    """Shape of a Llama; the default is the tiny one of tests and of the demo.
+
+    Attributes:
+        positions: the longest request, in tokens.
+        dtype: name of a torch type.
+    """
+
+    layers: int = LAYERS
+    hidden: int = _HIDDEN
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = HEAD_DIM
+    intermediate: int = 256
+    vocabulary: int = VOCABULARY
+    positions: int = 4096
+    dtype: str = "float32"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocabulary,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "torch_dtype": self.dtype,
+        }
+
+
+CONFIG = Llama().config
+
+
+def write_checkpoint(
+    folder: Path, seed: int = 7, head_dim: int = HEAD_DIM, layers: int = LAYERS, shape: Llama | None = None
+) -> None:
+    """Writes config.json and the weights into a new folder; the same seed gives the same weights.
+
+    Args:
+        head_dim, layers: of the tiny model, which takes 3 MB.
+        shape: of another model, in a file per layer.
+    """
     generator = torch.Generator().manual_seed(seed)
+    llama = shape or Llama(layers, head_dim=head_dim)
+    deviation = _DEVIATION * (_HIDDEN / llama.hidden) ** 0.5
+    dtype: torch.dtype = getattr(torch, llama.dtype)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * DEVIATION
+        return (torch.randn(rows, columns, generator=generator) * deviation).to(dtype)
 
+    def save(tensors: Mapping[str, torch.Tensor], name: str) -> None:
+        save_file(dict(tensors), folder / name, metadata={"format": "pt"})
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(llama.config, indent=2))
+    hidden, inner, kv = llama.hidden, llama.heads * llama.head_dim, llama.kv_heads * llama.head_dim
     tensors = {
-        "model.embed_tokens.weight": weight(VOCABULARY, HIDDEN),
-        "model.norm.weight": torch.ones(HIDDEN),
-        "lm_head.weight": weight(VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": weight(llama.vocabulary, hidden),
+        "model.norm.weight": torch.ones(hidden, dtype=dtype),
+        "lm_head.weight": weight(llama.vocabulary, hidden),
     }
-    for layer in range(layers):
+    for layer in range(llama.layers):
         tensors |= {
             f"model.layers.{layer}.{name}.weight": tensor
             for name, tensor in {
-                "input_layernorm": torch.ones(HIDDEN),
-                "self_attn.q_proj": weight(HEADS * head_dim, HIDDEN),
-                "self_attn.k_proj": weight(KV_HEADS * head_dim, HIDDEN),
-                "self_attn.v_proj": weight(KV_HEADS * head_dim, HIDDEN),
-                "self_attn.o_proj": weight(HIDDEN, HEADS * head_dim),
-                "post_attention_layernorm": torch.ones(HIDDEN),
-                "mlp.gate_proj": weight(INTERMEDIATE, HIDDEN),
-                "mlp.up_proj": weight(INTERMEDIATE, HIDDEN),
-                "mlp.down_proj": weight(HIDDEN, INTERMEDIATE),
+                "input_layernorm": torch.ones(hidden, dtype=dtype),
+                "self_attn.q_proj": weight(inner, hidden),
+                "self_attn.k_proj": weight(kv, hidden),
+                "self_attn.v_proj": weight(kv, hidden),
+                "self_attn.o_proj": weight(hidden, inner),
+                "post_attention_layernorm": torch.ones(hidden, dtype=dtype),
+                "mlp.gate_proj": weight(llama.intermediate, hidden),
+                "mlp.up_proj": weight(llama.intermediate, hidden),
+                "mlp.down_proj": weight(hidden, llama.intermediate),
             }.items()
         }
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({**CONFIG, "head_dim": head_dim, "num_hidden_layers": layers}, indent=2)
-    )
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if shape is not None:  # a large model is never in memory as a whole
+            save(tensors, f"layer{layer}.safetensors")
+            tensors = {}
+    if tensors:
+        save(tensors, "model.safetensors")

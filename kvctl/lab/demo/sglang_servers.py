@@ -318,8 +318,12 @@ class Fleet:
         together([process.end for process in self.processes])
 
 
-def wait_ready(processes: Iterable[Process]) -> None:
-    """Waits until all answer; prints the seconds that each took.
+def _print(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def wait_ready(processes: Iterable[Process], say: Callable[[str], None] = _print) -> None:
+    """Waits until all answer; says the seconds that each took.
 
     Raises:
         ServerError: one of them ended or is not ready in time.
@@ -327,7 +331,7 @@ def wait_ready(processes: Iterable[Process]) -> None:
     waiting = list(processes)
     while waiting:
         for process in [each for each in waiting if each.ready()]:
-            print(f"{process.name}: ready after {time.monotonic() - process.started:.1f} s", file=sys.stderr)
+            say(f"{process.name}: ready after {time.monotonic() - process.started:.1f} s")
             waiting.remove(process)
         time.sleep(0.2)
 

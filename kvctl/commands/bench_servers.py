@@ -1,0 +1,350 @@
+"""`kvctl bench --engine sglang`: compares transfer backends of SGLang servers, which it starts on this host."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import re
+import secrets
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+
+from kvctl.commands.demo import sigterm_unwinds
+from kvctl.commands.output import Output
+from kvctl.commands.settings import Settings
+from kvctl.commands.stdio import print_error
+from kvctl.errors import CliError
+from kvctl.exit_codes import ExitCode
+from kvctl.health.host.view import sglang_problem
+from kvctl.lab.bench.machine import fingerprint, nvidia_gpus
+from kvctl.lab.bench.options import sweep_loads
+from kvctl.lab.bench.server_bench import ServerBench
+from kvctl.lab.bench.server_pairs import SIDES, UNDIVIDED, Pair, ServerPlan, Side, parse_sides
+from kvctl.lab.bench.server_views import SERVERS, blocks
+from kvctl.lab.bench.session import Steps
+from kvctl.lab.bench.statistics import MIN_ROUNDS
+from kvctl.lab.bench.variants import size
+from kvctl.lab.demo.sglang_servers import CPU_ENVIRONMENT
+from kvctl.lab.models import find_model
+from kvctl.lab.ranks.messages import Gpu
+from kvctl.lab.ranks.request import Load, Sizes
+from kvctl.render.report import Report
+from kvctl_agent.errors import UnknownModel
+
+# Options that apply, beside those of `_OWN`.
+_SHARED = frozenset(
+    {
+        *("prefill_tp", "prefill_dp", "prefill_pp", "decode_tp", "decode_dp", "decode_pp"),
+        *("model", "layers", "kv_heads", "head_dim", "page_size"),
+        *("tokens", "concurrency", "sweep", "rooms", "repeat", "seed", "output_tokens"),
+        *("device", "prefill_gpus", "decode_gpus", "verify", "save", "html"),
+    }
+)
+_OWN = frozenset({"engine", "sides", "together", "server_args"})
+_OUTPUT_TOKENS = 32
+_VOCABULARY = 32000
+_LEAST_POSITIONS = 4096
+_TINY = {
+    "layers": 8,
+    "hidden": 128,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 16,
+    "intermediate": 256,
+    "vocabulary": 512,
+}
+"""The default on CPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRequest:
+    """The options of one bench, resolved.
+
+    Attributes:
+        sides: the undivided server first, unless nothing is compared.
+        llama: shape of the model with random weights that is written; None: `plan.model` exists.
+        shape: what the result says of the model.
+        gpus: GPUs in use, by number.
+        together: whether the servers of all sides run at the same time.
+        requests: of each load and round; None: the default.
+    """
+
+    plan: ServerPlan
+    sides: tuple[Side, ...]
+    loads: tuple[Load, ...]
+    rounds: int
+    output_tokens: int
+    seed: int
+    llama: Mapping[str, Any] | None
+    shape: Mapping[str, Any]
+    gpus: Mapping[int, Gpu]
+    together: bool
+    requests: int | None
+
+    @property
+    def compared(self) -> bool:
+        return self.sides[0].text == UNDIVIDED
+
+
+def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: Mapping[int, Gpu]) -> ServerRequest:
+    """Resolves the options.
+
+    Args:
+        options: values by parameter name.
+        given: names of the parameters that are on the command line.
+        found: the GPUs of this host.
+
+    Raises:
+        click.UsageError: an option does not apply, or options contradict each other.
+    """
+    if others := sorted(_flag(name) for name in set(given) - _SHARED - _OWN):
+        raise click.UsageError(f"{', '.join(others)}: not with --engine sglang, only with synthetic ranks")
+    if options["verify"] == "sample":
+        raise click.BadParameter("the tokens of servers are compared (full) or not (off)", param_hint="--verify")
+    sizes = {
+        role: Sizes(**{axis: options[f"{role}_{axis}"] for axis in ("dp", "pp", "tp")})
+        for role in ("prefill", "decode")
+    }
+    gpus = _place(options, given, {role: size(each) for role, each in sizes.items()}, len(found))
+    try:
+        loads = sweep_loads(options["concurrency"], options["tokens"], options["sweep"])
+        output_tokens = options["output_tokens"] or _OUTPUT_TOKENS
+        longest = max(load.tokens.longest for load in loads) + output_tokens
+        model, llama, shape, vocabulary = _model(options, given, bool(gpus["prefill"]), longest)
+    except (ValueError, UnknownModel) as error:
+        raise click.UsageError(f"--engine sglang: {error}") from error
+    if llama is not None and max(each.dp for each in sizes.values()) > 1:
+        raise click.UsageError("SGLang's Llama has no DP attention: dp groups need --model with the folder of another")
+    sides: tuple[Side, ...] = tuple(each for each in options["sides"] if each.text != UNDIVIDED)
+    if not sides:
+        raise click.BadParameter(
+            f"name a side: {', '.join(name for name in SIDES if name != UNDIVIDED)}", param_hint="--sides"
+        )
+    if options["verify"] == "full":
+        sides = (*parse_sides(UNDIVIDED), *sides)
+    environment = {"KVCTL_BLACK_BOX_S": os.environ.get("KVCTL_BLACK_BOX_S", "0")}
+    if llama is None and not Path(model).is_dir():
+        environment["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "0")
+    plan = ServerPlan(
+        model,
+        **sizes,
+        prefill_gpus=gpus["prefill"],
+        decode_gpus=gpus["decode"],
+        page_size=options["page_size"],
+        longest=longest,
+        concurrency=max(load.concurrency for load in loads),
+        flags=shlex.split(options["server_args"]),
+        environment=environment,
+        vocabulary=vocabulary,
+    )
+    return ServerRequest(
+        plan,
+        sides,
+        loads,
+        options["repeat"] if "repeat" in given else MIN_ROUNDS,
+        output_tokens,
+        secrets.randbits(48) if options["seed"] is None else options["seed"],
+        llama,
+        shape,
+        {number: found[number] for number in sorted({*gpus["prefill"], *gpus["decode"]})},
+        options["together"],
+        options["rooms"],
+    )
+
+
+def _place(
+    options: Mapping[str, Any], given: Collection[str], ranks: Mapping[str, int], count: int
+) -> dict[str, tuple[int, ...]]:
+    """Returns the GPUs of the ranks of both roles: prefill's from 0 on, decode's after them as far as there are any.
+
+    Args:
+        ranks: number of ranks by role.
+        count: number of GPUs of this host.
+    """
+    chosen = {role: options[f"{role}_gpus"] for role in ranks}
+    cuda = options["device"] == "cuda" if "device" in given else count > 0
+    if not cuda:
+        if any(chosen.values()):
+            raise click.UsageError("--prefill-gpus and --decode-gpus require GPUs: add --device cuda")
+        return dict.fromkeys(ranks, ())
+    if not count:
+        raise click.BadParameter("nvidia-smi finds no GPU: use --device cpu", param_hint="--device")
+    for role, number in ranks.items():
+        first = 0 if role == "prefill" else min(ranks["prefill"], count - number)
+        gpus = chosen[role] = chosen[role] or tuple(range(max(0, first), max(0, first) + number))
+        even = len({after - before for before, after in itertools.pairwise(gpus)}) < 2
+        if len(gpus) != number or not even or max(gpus) >= count:
+            raise click.BadParameter(
+                f"{number} rank{'s' * (number > 1)} need as many GPUs, evenly spaced, of the {count} here; these are "
+                f"{','.join(map(str, gpus))}",
+                param_hint=f"--{role}-gpus",
+            )
+    return chosen
+
+
+def _model(
+    options: Mapping[str, Any], given: Collection[str], cuda: bool, longest: int
+) -> tuple[str, Mapping[str, Any] | None, dict[str, Any], int]:
+    """Returns the model: folder or name, the shape of its random weights, what the result says, and the vocabulary.
+
+    Raises:
+        ValueError, UnknownModel: it is neither a folder nor a name, or its shape cannot have random weights.
+    """
+    name = options["model"]
+    folder = Path(name or "")
+    sizes = {field: options[field] for field in ("layers", "kv_heads", "head_dim") if options[field] is not None}
+    if name and (folder.is_dir() or ("/" in name)):
+        if sizes:
+            raise ValueError(f"--model {name} has its own shape: leave out {', '.join(map(_flag, sizes))}")
+        return str(folder.resolve()) if folder.is_dir() else name, None, {"model": name}, _vocabulary(folder)
+    if name is None and not cuda:
+        label, shape = "tiny Llama", dict(_TINY)
+    else:
+        preset = find_model(name or "llama-3.1-8b")
+        if preset.kind != "mha" or preset.states:
+            raise ValueError(f"{preset.name} has no random weights, which are a Llama's: give --model its folder")
+        label, widths = f"Llama of the shape of {preset.name}", preset.widths
+        shape = {
+            "layers": preset.num_layers,
+            "hidden": widths.hidden,
+            "heads": widths.q_heads,
+            "kv_heads": preset.num_kv_heads,
+            "head_dim": preset.head_dim,
+            "intermediate": widths.intermediate,
+            "vocabulary": _VOCABULARY,
+        }
+    llama = {**shape, **sizes, "positions": max(_LEAST_POSITIONS, longest), "dtype": "bfloat16" if cuda else "float32"}
+    if llama["heads"] % llama["kv_heads"]:
+        raise ValueError(f"{llama['heads']} query heads cannot share {llama['kv_heads']} KV heads: change --kv-heads")
+    said = {"model": f"random {label}", "kind": "mha", "dtype": llama["dtype"]}
+    return (
+        "",
+        llama,
+        {**said, **{each: llama[each] for each in ("layers", "kv_heads", "head_dim")}},
+        llama["vocabulary"],
+    )
+
+
+def _vocabulary(folder: Path) -> int:
+    """Returns the size of a model's vocabulary; a size that every model has if the folder does not say."""
+    try:
+        config = orjson.loads((folder / "config.json").read_bytes())
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ServerPlan("").vocabulary
+
+
+def _flag(name: str) -> str:
+    params = click.get_current_context().command.params
+    return next((each.opts[0] for each in params if each.name == name), f"--{name.replace('_', '-')}")
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def bench_servers(output: Output, settings: Settings, options: Mapping[str, Any], given: Collection[str]) -> ExitCode:
+    """Runs the bench, prints and saves the results, and returns the exit code."""
+    started_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    output.selection(SERVERS)
+    request = resolve_servers(options, given, nvidia_gpus())
+    if importlib.util.find_spec("sglang") is None:
+        raise CliError(
+            "SGLang is not installed in the environment of this kvctl: install kvctl in that of the servers and run it "
+            "there (docs/sglang.md)"
+        )
+    environment = {**os.environ, **({} if request.gpus else CPU_ENVIRONMENT)}
+    code = ExitCode.OK
+    folder = Path(tempfile.mkdtemp(prefix="kvctl-bench-"))
+    keep = False
+    try:
+        with Steps(settings.quiet, output.detail) as steps, sigterm_unwinds():
+            steps.step("importing SGLang")
+            if problem := sglang_problem(sys.executable, environment):
+                raise CliError(f"{problem}; docs/sglang.md has a complete environment for CPUs")
+            bench = _bench(request, folder, steps)
+            try:
+                bench.run(request.together)
+            except KeyboardInterrupt:
+                code = ExitCode.INTERRUPTED
+        problems = bench.problems()
+        rows = bench.rows()
+        if rows:
+            _report(output, request, bench, rows, options, started_at)
+        for line in problems:
+            print_error(line)
+        if problems:
+            keep = True
+            output.note(f"the servers' logs are kept in {folder}")
+    finally:
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    return code or (ExitCode.FAILED if problems else ExitCode.OK)
+
+
+def _bench(request: ServerRequest, folder: Path, steps: Steps) -> ServerBench:
+    plan = request.plan
+    if request.llama is not None:
+        from kvctl.lab.demo.sglang_checkpoint import Llama, write_checkpoint  # imports torch
+
+        steps.step("writing a model with random weights")
+        write_checkpoint(folder / "model", shape=Llama(**request.llama))
+        plan = plan._replace(model=str(folder / "model"))
+    steps.expect(request.rounds * len(request.loads) * len(request.sides))
+    names = [re.sub(r"[^\w.=-]+", "-", side.text)[:80] for side in request.sides]
+    return ServerBench(
+        [
+            Pair(side, plan, folder / f"{number}-{name}")
+            for number, (side, name) in enumerate(zip(request.sides, names, strict=True))
+        ],
+        request.loads,
+        request.rounds,
+        request.output_tokens,
+        request.seed,
+        steps.step,
+        steps.finished_trial,
+        request.requests,
+        request.compared,
+    )
+
+
+def _report(
+    output: Output,
+    request: ServerRequest,
+    bench: ServerBench,
+    rows: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    started_at: str,
+) -> None:
+    verdicts = [row["verified"] for row in rows if row["side"] != UNDIVIDED]
+    facts = fingerprint("cuda" if request.gpus else "cpu", [], request.gpus)
+    document = {
+        "schema": SERVERS.schema,
+        "engine": "sglang",
+        "verified": None if None in verdicts or not verdicts else all(verdicts),
+        "shape": request.shape,
+        "floors": {"write_gb_per_s_by_transport": {}},
+        "runs": rows,
+        "env": {**facts, "sglang": importlib.metadata.version("sglang"), "server_args": request.plan.flags},
+    }
+    if options["save"] is not None:
+        options["save"].write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+    if options["html"] is not None:
+        from kvctl.lab.bench.html.report import render
+
+        page = render(document, shlex.join(["kvctl", *sys.argv[1:]]), started_at)
+        options["html"].write_text(page, encoding="utf-8")
+        output.note(f"the report is in {options['html']}")
+    output.emit(Report(SERVERS, rows, answered=1, blocks=lambda kept, _width: blocks(kept, document)))
