@@ -31,17 +31,16 @@ from kvctl.health.host.view import sglang_problem
 from kvctl.lab.bench.machine import fingerprint, nvidia_gpus
 from kvctl.lab.bench.options import sweep_loads
 from kvctl.lab.bench.server_bench import ServerBench
+from kvctl.lab.bench.server_models import MODEL_SIZES, Model, model_of
 from kvctl.lab.bench.server_pairs import SIDES, UNDIVIDED, Pair, ServerPlan, Side, parse_sides
 from kvctl.lab.bench.server_views import SERVERS, blocks
 from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.bench.variants import size
 from kvctl.lab.demo.sglang_servers import CPU_ENVIRONMENT
-from kvctl.lab.models import find_model
 from kvctl.lab.ranks.messages import Gpu
 from kvctl.lab.ranks.request import Load, Sizes
 from kvctl.render.report import Report
-from kvctl_agent.errors import UnknownModel
 
 # Options that apply, beside those of `_OWN`.
 _SHARED = frozenset(
@@ -54,18 +53,6 @@ _SHARED = frozenset(
 )
 _OWN = frozenset({"engine", "sides", "together", "server_args"})
 _OUTPUT_TOKENS = 32
-_VOCABULARY = 32000
-_LEAST_POSITIONS = 4096
-_TINY = {
-    "layers": 8,
-    "hidden": 128,
-    "heads": 8,
-    "kv_heads": 4,
-    "head_dim": 16,
-    "intermediate": 256,
-    "vocabulary": 512,
-}
-"""The default on CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +61,6 @@ class ServerRequest:
 
     Attributes:
         sides: the undivided server first, unless nothing is compared.
-        llama: shape of the model with random weights that is written; None: `plan.model` exists.
-        shape: what the result says of the model.
         gpus: GPUs in use, by number.
         together: whether the servers of all sides run at the same time.
         requests: of each load and round; None: the default.
@@ -87,8 +72,7 @@ class ServerRequest:
     rounds: int
     output_tokens: int
     seed: int
-    llama: Mapping[str, Any] | None
-    shape: Mapping[str, Any]
+    model: Model
     gpus: Mapping[int, Gpu]
     together: bool
     requests: int | None
@@ -122,10 +106,11 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
         loads = sweep_loads(options["concurrency"], options["tokens"], options["sweep"])
         output_tokens = options["output_tokens"] or _OUTPUT_TOKENS
         longest = max(load.tokens.longest for load in loads) + output_tokens
-        model, llama, shape, vocabulary = _model(options, given, bool(gpus["prefill"]), longest)
-    except (ValueError, UnknownModel) as error:
+        sizes_given = {name: options[name] for name in MODEL_SIZES if options[name] is not None}
+        model = model_of(options["model"], sizes_given, bool(gpus["prefill"]), longest)
+    except ValueError as error:
         raise click.UsageError(f"--engine sglang: {error}") from error
-    if llama is not None and max(each.dp for each in sizes.values()) > 1:
+    if model.llama is not None and max(each.dp for each in sizes.values()) > 1:
         raise click.UsageError("SGLang's Llama has no DP attention: dp groups need --model with the folder of another")
     sides: tuple[Side, ...] = tuple(each for each in options["sides"] if each.text != UNDIVIDED)
     if not sides:
@@ -135,10 +120,10 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
     if options["verify"] == "full":
         sides = (*parse_sides(UNDIVIDED), *sides)
     environment = {"KVCTL_BLACK_BOX_S": os.environ.get("KVCTL_BLACK_BOX_S", "0")}
-    if llama is None and not Path(model).is_dir():
+    if model.path and not Path(model.path).is_dir():
         environment["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "0")
     plan = ServerPlan(
-        model,
+        model.path,
         **sizes,
         prefill_gpus=gpus["prefill"],
         decode_gpus=gpus["decode"],
@@ -147,7 +132,7 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
         concurrency=max(load.concurrency for load in loads),
         flags=shlex.split(options["server_args"]),
         environment=environment,
-        vocabulary=vocabulary,
+        vocabulary=model.vocabulary,
     )
     return ServerRequest(
         plan,
@@ -156,8 +141,7 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
         options["repeat"] if "repeat" in given else MIN_ROUNDS,
         output_tokens,
         secrets.randbits(48) if options["seed"] is None else options["seed"],
-        llama,
-        shape,
+        model,
         {number: found[number] for number in sorted({*gpus["prefill"], *gpus["decode"]})},
         options["together"],
         options["rooms"],
@@ -192,58 +176,6 @@ def _place(
                 param_hint=f"--{role}-gpus",
             )
     return chosen
-
-
-def _model(
-    options: Mapping[str, Any], given: Collection[str], cuda: bool, longest: int
-) -> tuple[str, Mapping[str, Any] | None, dict[str, Any], int]:
-    """Returns the model: folder or name, the shape of its random weights, what the result says, and the vocabulary.
-
-    Raises:
-        ValueError, UnknownModel: it is neither a folder nor a name, or its shape cannot have random weights.
-    """
-    name = options["model"]
-    folder = Path(name or "")
-    sizes = {field: options[field] for field in ("layers", "kv_heads", "head_dim") if options[field] is not None}
-    if name and (folder.is_dir() or ("/" in name)):
-        if sizes:
-            raise ValueError(f"--model {name} has its own shape: leave out {', '.join(map(_flag, sizes))}")
-        return str(folder.resolve()) if folder.is_dir() else name, None, {"model": name}, _vocabulary(folder)
-    if name is None and not cuda:
-        label, shape = "tiny Llama", dict(_TINY)
-    else:
-        preset = find_model(name or "llama-3.1-8b")
-        if preset.kind != "mha" or preset.states:
-            raise ValueError(f"{preset.name} has no random weights, which are a Llama's: give --model its folder")
-        label, widths = f"Llama of the shape of {preset.name}", preset.widths
-        shape = {
-            "layers": preset.num_layers,
-            "hidden": widths.hidden,
-            "heads": widths.q_heads,
-            "kv_heads": preset.num_kv_heads,
-            "head_dim": preset.head_dim,
-            "intermediate": widths.intermediate,
-            "vocabulary": _VOCABULARY,
-        }
-    llama = {**shape, **sizes, "positions": max(_LEAST_POSITIONS, longest), "dtype": "bfloat16" if cuda else "float32"}
-    if llama["heads"] % llama["kv_heads"]:
-        raise ValueError(f"{llama['heads']} query heads cannot share {llama['kv_heads']} KV heads: change --kv-heads")
-    said = {"model": f"random {label}", "kind": "mha", "dtype": llama["dtype"]}
-    return (
-        "",
-        llama,
-        {**said, **{each: llama[each] for each in ("layers", "kv_heads", "head_dim")}},
-        llama["vocabulary"],
-    )
-
-
-def _vocabulary(folder: Path) -> int:
-    """Returns the size of a model's vocabulary; a size that every model has if the folder does not say."""
-    try:
-        config = orjson.loads((folder / "config.json").read_bytes())
-        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return ServerPlan("").vocabulary
 
 
 def _flag(name: str) -> str:
@@ -296,11 +228,11 @@ def bench_servers(output: Output, settings: Settings, options: Mapping[str, Any]
 
 def _bench(request: ServerRequest, folder: Path, steps: Steps) -> ServerBench:
     plan = request.plan
-    if request.llama is not None:
+    if request.model.llama is not None:
         from kvctl.lab.demo.sglang_checkpoint import Llama, write_checkpoint  # imports torch
 
         steps.step("writing a model with random weights")
-        write_checkpoint(folder / "model", shape=Llama(**request.llama))
+        write_checkpoint(folder / "model", shape=Llama(**request.model.llama))
         plan = plan._replace(model=str(folder / "model"))
     steps.expect(request.rounds * len(request.loads) * len(request.sides))
     names = [re.sub(r"[^\w.=-]+", "-", side.text)[:80] for side in request.sides]
@@ -330,11 +262,12 @@ def _report(
 ) -> None:
     verdicts = [row["verified"] for row in rows if row["side"] != UNDIVIDED]
     facts = fingerprint("cuda" if request.gpus else "cpu", [], request.gpus)
-    document = {
+    document: dict[str, Any] = {
         "schema": SERVERS.schema,
-        "engine": "sglang",
+        "sides": [side.text for side in request.sides],
+        "turns": request.together,
         "verified": None if None in verdicts or not verdicts else all(verdicts),
-        "shape": request.shape,
+        "shape": request.model.shape,
         "floors": {"write_gb_per_s_by_transport": {}},
         "runs": rows,
         "env": {**facts, "sglang": importlib.metadata.version("sglang"), "server_args": request.plan.flags},

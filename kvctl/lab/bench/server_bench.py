@@ -104,7 +104,7 @@ class ServerBench:
                 process.start()
         ready = []
         for each in group:
-            with _noted(each):
+            with self._noted(each):
                 wait_ready(each.pair.fleet.processes, partial(self._step_of, each))
                 ready.append(each)
         return ready
@@ -112,9 +112,24 @@ class ServerBench:
     def _step_of(self, of: Results, text: str) -> None:
         self._step(f"{of.pair.side.text}: {text}")
 
+    @contextlib.contextmanager
+    def _noted(self, results: Results) -> Iterator[None]:
+        """Notes an error of the servers in the results, and of those that have ended the end of their logs."""
+        try:
+            yield
+        except ServerError as error:
+            self._step_of(results, f"failed: {str(error).partition(chr(10))[0]}")
+            found = [str(error)]
+            for process in results.pair.fleet.processes:
+                try:
+                    process.check()
+                except ServerError as ended:
+                    found.append(str(ended))
+            results.failures += dict.fromkeys(found)
+
     def _measure(self, group: Sequence[Results], pool: ThreadPoolExecutor) -> None:
         for each in group:
-            with _noted(each):
+            with self._noted(each):
                 if self._check:
                     self._step_of(each, "comparing tokens")
                     # In a thread, which Ctrl-C does not wait for.
@@ -132,7 +147,7 @@ class ServerBench:
                     if each.failures:
                         continue
                     self._step_of(each, f"{load_text(load)}, round {number + 1}")
-                    with _noted(each):
+                    with self._noted(each):
                         each.rounds.setdefault(at, []).append(self._send(each.pair, at, number, total, pool))
                     self._finished()
 
@@ -190,7 +205,8 @@ class ServerBench:
     def differing(self, of: Results) -> list[int] | None:
         """Returns after how many tokens of a prompt a side generated others than the reference; None if unknown."""
         reference = self.reference()
-        if reference is None or not of.tokens or len(self.results) < 2:
+        comparable = reference is not None and of.tokens and (of.pair.prefill is not None or reference is of)
+        if reference is None or not comparable or len(self.results) < 2:
             return None
         lengths = [len(prompt) for prompt in self._checked_prompts(of.pair)]
         return [length for length, mine, its in zip(lengths, of.tokens, reference.tokens, strict=True) if mine != its]
@@ -272,21 +288,6 @@ def _median(values: Sequence[Any]) -> Any:
     if isinstance(values[0], Mapping):
         return {name: _median([each[name] for each in values]) for name in values[0]}
     return None if None in values else median(values)
-
-
-@contextlib.contextmanager
-def _noted(results: Results) -> Iterator[None]:
-    """Notes an error of the servers in the results, with the end of the log of each process that has ended."""
-    try:
-        yield
-    except ServerError as error:
-        results.failures.append(str(error))
-        for process in results.pair.fleet.processes:
-            try:
-                process.check()
-            except ServerError as ended:
-                if str(ended) != str(error):
-                    results.failures.append(str(ended))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from kvctl.lab.bench.variants import size
 from kvctl.lab.demo.sglang_servers import (
     CPU_ENVIRONMENT,
     CPU_FLAGS,
@@ -50,7 +49,7 @@ _REQUEST_S = 120.0
 _LATE_S = 2.0
 _PAGE_RESERVE = 512  # tokens that decode reserves for each request
 _LEAST_POOL = 16384
-_LEAST_TOKEN, _COMMON_VOCABULARY = 10, 1000
+_LEAST_TOKEN = 10
 
 
 class Side(NamedTuple):
@@ -59,10 +58,6 @@ class Side(NamedTuple):
     text: str
     backend: str
     environment: Mapping[str, str]
-
-    @property
-    def has_agents(self) -> bool:
-        return self.environment["KVCTL_SGLANG"] != "off"
 
 
 def parse_sides(text: str) -> tuple[Side, ...]:
@@ -112,7 +107,7 @@ class ServerPlan(NamedTuple):
     concurrency: int = 16
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = {}
-    vocabulary: int = _COMMON_VOCABULARY
+    vocabulary: int = 512
 
     @property
     def common_flags(self) -> tuple[str, ...]:
@@ -182,11 +177,6 @@ class Pair:
             self.prefill = self.fleet.prefill("prefill", side.backend, *prefill)
             self.decode = self.fleet.decode("decode", side.backend, *role_flags(plan.decode, plan.decode_gpus))
 
-    @property
-    def agents(self) -> int:
-        """Number of agents that the servers have."""
-        return size(self.plan.prefill) + size(self.plan.decode) if self.side.has_agents else 0
-
     def prompt(self, length: int, source: random.Random) -> Tokens:
         """Draws a prompt."""
         return [source.randrange(_LEAST_TOKEN, self.plan.vocabulary) for _ in range(length)]
@@ -217,6 +207,8 @@ class Pair:
                     raise ServerError(f"{self.decode.name} generated too few tokens: {str(event)[:300]}")
             except ServerError as error:
                 raise ServerError(f"{error}{at_prefill.failure() if at_prefill else ''}") from None
+            if at_prefill is not None:
+                at_prefill.read()  # a connection that is closed before would abort the request
         more = counts[-1] - counts[0]
         token_s = (times[-1] - times[0]) / more if more else None
         return Generated(event["output_ids"], times[0] - started, token_s)
@@ -252,13 +244,18 @@ class _Exchange:
                         raise ServerError(f"{self._name}: {str(event)[:300]}")
                     yield event
 
+    def read(self) -> None:
+        """Waits for the end of the answer."""
+        with self._errors():
+            self._reply().read()
+
     def failure(self) -> str:
         """Returns why the server failed the request, for the text of an error; "" if it did not."""
-        assert self._connection.sock is not None
+        if self._connection.sock is None:
+            return ""
         self._connection.sock.settimeout(_LATE_S)
         try:
-            with self._errors():
-                self._reply()
+            self.read()
         except ServerError as error:
             return f"; {error}"
         return ""

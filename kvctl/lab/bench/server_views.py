@@ -53,7 +53,7 @@ def blocks(rows: Sequence[Row], document: Mapping[str, Any]) -> list[Block]:
     if document["verified"] is not None:
         equal = ("every side generated the same tokens", "green")
         verdict = equal if document["verified"] else ("TOKENS DIFFER", "bold red")
-    foot = [(line, "") for line in rounds_text(rows)]
+    foot = [(line, "") for line in rounds_text(rows, document["turns"])]
     return [
         Text([[(" · ".join(filter(None, setup)), "")]]),
         Grid(SERVERS, rows),

@@ -17,7 +17,7 @@ from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import HOST
 
 DIMENSIONS = (
-    *("fleet", "transport", "cp_mode", "path", "pipeline", "busy_engine"),
+    *("side", "fleet", "transport", "cp_mode", "path", "pipeline", "busy_engine"),
     *("prefill", "decode", "device", "page_size", "page_order"),
 )
 """Fields in which rows of one load may differ, most important first; a table shows only the fields that do differ."""
@@ -501,13 +501,21 @@ def _load(rows: Sequence[Row]) -> list[str]:
     return [line + (", arriving in an open loop" if row["arrivals"] == "open" else "")]
 
 
-def rounds_text(rows: Sequence[Row]) -> list[str]:
-    """Returns a line on the rounds that a table's Δ rest on; empty if there is nothing to compare."""
+def rounds_text(rows: Sequence[Row], turns: bool = True) -> list[str]:
+    """Returns a line on the rounds that a table's Δ rest on; empty if there is nothing to compare.
+
+    Args:
+        turns: whether what is compared took turns; otherwise it ran one after another.
+    """
     counts = sorted({len(row.get("rounds") or ()) for row in rows})
     if len(rows) < 2:
         return []
     rounds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    text = "Δ of one round" if counts[-1] == 1 else f"Δ over {rounds} rounds in turns"
+    text = (
+        "Δ of one round"
+        if counts[-1] == 1
+        else f"Δ over {rounds} rounds{' in turns' if turns else ', one side after another'}"
+    )
     few = f"? below {MIN_ROUNDS} rounds, where it may be chance: --repeat {MIN_ROUNDS}"
     marks = ["≈ where their spreads overlap"] * (counts[-1] >= MIN_ROUNDS) + [few] * (counts[0] < MIN_ROUNDS)
     return [f"{text}: {', '.join(marks)}"]

@@ -79,7 +79,7 @@ def write_checkpoint(
     dtype: torch.dtype = getattr(torch, llama.dtype)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * deviation).to(dtype)
+        return torch.randn(rows, columns, generator=generator).mul_(deviation).to(dtype)
 
     def save(tensors: Mapping[str, torch.Tensor], name: str) -> None:
         save_file(dict(tensors), folder / name, metadata={"format": "pt"})

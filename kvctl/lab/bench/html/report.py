@@ -19,10 +19,11 @@ from kvctl.lab.bench.html.sections import (
     stages,
     throughput,
 )
+from kvctl.lab.bench.server_views import SERVERS
 from kvctl.lab.bench.variants import pages_text
 from kvctl.lab.bench.views import BENCH, DIMENSIONS, contestants, distinguishing, rounds_text, shape_words
 from kvctl.render import units
-from kvctl.render.view import Column, Kind, Width
+from kvctl.render.view import Column, Kind, View, Width
 
 _MAX_ROOFLINE_CARDS = 2
 _TEXT_KINDS = (Kind.TEXT, Kind.FLAG, Kind.LIST, Kind.MAP)
@@ -39,14 +40,16 @@ def render(document: Mapping[str, Any], command: str, started_at: str) -> str:
     """
     runs: Sequence[Run] = document["runs"]
     levels = rooflines(document)
-    model, transports = document["shape"]["model"], " and ".join(_distinct(runs, "transport"))
-    title = f"KV-cache transfer{f' of {model}' if model else ''} over {transports}"
+    model, servers = document["shape"]["model"], "sides" in document
+    subject = "Transfer backends of SGLang servers" if servers else "KV-cache transfer"
+    over = "" if servers else f" over {' and '.join(_distinct(runs, 'transport'))}"
+    title = f"{subject}{f' of {model}' if model else ''}{over}"
     lines = [tag("p", text, class_="what") for text in (_setup(document, runs), started_at)]
     top = tag("div", tag("h1", title), _verdict(document, runs), class_="top")
     body = tag(
         "main",
         tag("header", top, *lines, _cards(runs, levels)),
-        _results(runs),
+        _results(runs, SERVERS if servers else BENCH, document.get("turns", True)),
         throughput(runs, levels),
         busy_engines(runs),
         *latencies(runs),
@@ -80,10 +83,11 @@ def _setup(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
 
 
 def _verdict(document: Mapping[str, Any], runs: Sequence[Run]) -> Markup:
-    failed = sum(run["failed"] for run in runs)
+    failed = sum(run.get("failed", 0) for run in runs)
     verified = document["verified"]
     if verified:
-        return tag("p", "✓ every byte verified", class_="verdict good")
+        compared = "all tokens equal" if "sides" in document else "every byte verified"
+        return tag("p", f"✓ {compared}", class_="verdict good")
     if verified is False:
         more = f", {units.count(failed)} rooms failed" if failed else ""
         return tag("p", f"✗ NOT verified{more}", class_="verdict bad")
@@ -134,20 +138,22 @@ def _distinct(runs: Sequence[Run], name: str) -> list[str]:
 # ---- the table of results -------------------------------------------------------------------------------------------
 
 
-def _results(runs: Sequence[Run]) -> Markup:
+def _results(runs: Sequence[Run], view: View, turns: bool) -> Markup:
     """Returns the table of all runs with the columns of the terminal's table; columns without values are left out."""
-    columns = [column for column in _columns(runs) if any(column.human(run) not in {units.UNKNOWN, ""} for run in runs)]
+    columns = [
+        column for column in _columns(runs, view) if any(column.human(run) not in {units.UNKNOWN, ""} for run in runs)
+    ]
     head = tag("tr", *(tag("th", column.title, scope="col", class_=_class(column)) for column in columns))
     body = [tag("tr", *(_cell(column, run) for column in columns)) for run in runs]
     whole = tag("table", tag("thead", head), tag("tbody", *body))
-    notes = (tag("p", line) for line in rounds_text(runs))
+    notes = (tag("p", line) for line in rounds_text(runs, turns))
     return tag("section", tag("h2", "Results"), tag("div", whole, class_="table", tabindex="0"), *notes)
 
 
-def _columns(runs: Sequence[Run]) -> list[Column]:
+def _columns(runs: Sequence[Run], view: View) -> list[Column]:
     """Returns the columns of the terminal's table without the fields in which no runs differ, and those it lacks."""
-    varied = ("path", *distinguishing(runs))
-    columns = [column for column in BENCH.columns if column.name in varied or column.name not in DIMENSIONS]
+    varied = (view.columns[0].name, *distinguishing(runs))
+    columns = [column for column in view.columns if column.name in varied or column.name not in DIMENSIONS]
     known = {column.name for column in columns}
     return columns + [Column(name) for name in dict.fromkeys(varied) if name not in known]
 

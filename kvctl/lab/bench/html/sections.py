@@ -31,8 +31,8 @@ _ROOFLINES = {
 }
 _TIMES = {
     "latency_ms": ("Latency", "From the end of the forward pass to the moment decode may start."),
-    "ttft_ms": ("Time to first token", "From the request's arrival to its first token in the simulated serving loop."),
-    "tpot_ms": ("Time per output token", "Of the simulated serving loop, once a request decodes."),
+    "ttft_ms": ("Time to first token", "From the request's arrival to its first token."),
+    "tpot_ms": ("Time per output token", "Once a request decodes."),
 }
 _QUANTILES = {"p50": "c0", "p95": "c5", "p99": "hidden"}
 _STAGES = ("gate", "queue", "gather", "post", "wire", "arrive", "scatter")
@@ -62,7 +62,8 @@ def rooflines(document: Mapping[str, Any]) -> list[Level]:
 
 def throughput(runs: Sequence[Run], levels: Sequence[Level]) -> Markup | None:
     """Returns the section on throughput, with the machine's limits."""
-    lead = "Bytes that landed, over the wall clock in which at least one room was in flight."
+    moved = any(lookup(run, "gb_per_s") for run in runs)
+    lead = f"{'Bytes' if moved else 'Rooms'} that landed, over the wall clock in which at least one room was in flight."
     if levels:
         lead += " Dashed: the limits of this machine, measured in the same run."
     drawn = _values("Throughput", "GB/s", runs, ("gb_per_s",), levels=levels)
@@ -222,7 +223,9 @@ def _stacked(
 def _tip(label: str, run: Run, value: str) -> str:
     """Returns the tooltip of a data point: series, load, value, and the run's rates, latency and verdict."""
     verified = {True: "verified", False: "NOT VERIFIED", None: "not compared"}[run["verified"]]
-    p50 = milliseconds(lookup(run, "latency_ms", "p50"))
-    rate = lookup(run, "gb_per_s")
-    rates = f"{significant(rate)}{'' if rate is None else ' GB/s'}, {significant(lookup(run, 'rooms_per_s'))} rooms/s"
-    return f"{label} · {load_text(run)}\n{value}\n{rates}, latency p50 {p50}\n{run['rooms']} rooms, {verified}"
+    figures = [f"{significant(lookup(run, 'rooms_per_s'))} rooms/s"]
+    if (rate := lookup(run, "gb_per_s")) is not None:
+        figures.insert(0, f"{significant(rate)} GB/s")
+    if (p50 := lookup(run, "latency_ms", "p50")) is not None:
+        figures.append(f"latency p50 {milliseconds(p50)}")
+    return f"{label} · {load_text(run)}\n{value}\n{', '.join(figures)}\n{run['rooms']} rooms, {verified}"
