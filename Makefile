@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test test-all pytest check explore docs site figures clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-vllm test-sglang-vllm \
+.PHONY: help setup bench test test-all pytest check explore docs site figures clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-sglang-gpu test-vllm test-sglang-vllm \
 	venv-sglang venv-vllm wheels krew test-wheels release-check
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
@@ -130,6 +130,12 @@ test-sglang: $(STAMP) $(SGLANG_STAMP)  ## real SGLang servers on the CPU, in a v
 	@echo "test-sglang: $(SGLANG_MODES)"
 	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" SGLANG_MODES="$(SGLANG_MODES)" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_servers
+
+# In an environment that runs SGLang's servers, such as that of benchmarks/gpu.sh; MODEL and ARGS go to the bench.
+test-sglang-gpu:  ## SGLang servers on the GPUs of this host, in the environment of PYTHON: tokens and TTFT of each transfer backend
+	@echo "test-sglang-gpu: kvctl bench --engine sglang"
+	@$(PYTHON) -m kvctl bench --engine sglang --device cuda --model $(or $(MODEL),llama-3.2-1b) --sides nixl,kvctl,kvctl-pipelined \
+		--sweep tokens=1024,4096 --sweep concurrency=1,8 --output-tokens 8 --repeat 2 -v $(ARGS)
 
 test-sglang-vllm: $(STAMP) $(SGLANG_STAMP) $(VLLM_STAMP)  ## prefill by SGLang, decode by vLLM, on the CPU, in the venvs of the two targets above
 	@echo "test-sglang-vllm: pytest"

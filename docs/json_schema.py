@@ -69,7 +69,7 @@ ANSWERS: Mapping[str, Any] = {
     "done": snapshots.ActionResult,
 }
 # Documents of measurements have more fields than these, and some have their rows in a field.
-OPEN = frozenset({"bench", "bench-plan", "demo", "preflight", "tune"})
+OPEN = frozenset({"bench", "bench-plan", "bench-servers", "demo", "preflight", "tune"})
 ROWS_IN = {"demo": "ranks", "preflight": "pairs", "tune": "options"}
 
 
@@ -312,7 +312,7 @@ def schemas() -> dict[str, list[str]]:
         for path, view in _printed(command, name):
             found.setdefault(view, []).append(path)
     others = {"demo": "demo --minutes N", "demo-faults": "demo --list-faults", "key": "key new", "recording": "record"}
-    others |= {"bench": "bench", "bench-plan": "bench --plan", "tune": "tune"}
+    others |= {"bench": "bench", "bench-plan": "bench --plan", "bench-servers": "bench --engine sglang", "tune": "tune"}
     found |= {name: [path] for name, path in others.items()}
     found |= {"bundle": ["debug bundle", "debug show"], "status_watch": ["status -w"]}
     found["failed_causes"] = ["rooms failed --by cause"]

@@ -47,6 +47,10 @@ PlannedFleets = Sequence[tuple[Wave, Sequence[tuple[Variant, Plan]]]]
         ("Unlike pools and pages", "kvctl bench --kv-layout hnd,fused --decode-page-size 64"),
         ("Sliding-window layers", "kvctl bench --kv-group swa:layers=16,page=16,window=1024 --tokens 4096"),
         ("A report to read in a browser", "kvctl bench --prefill-tp 2 --decode-dp 2 --html report.html"),
+        (
+            "Real SGLang servers",
+            "kvctl bench --engine sglang --model MODEL --sides nixl,kvctl --sweep tokens=1024,8192",
+        ),
     ],
 )
 @pass_settings
@@ -56,6 +60,9 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     Starts one process per rank, runs requests through them on every path side by side, and prints throughput, latency
     and costs next to the limits of this machine's memory and transport. Exits 0 only if everything was verified.
     kvctl status in a second terminal shows the fleet meanwhile.
+
+    With --engine sglang, starts SGLang's servers for each of --sides instead, and prints time to first token, time per
+    token and tokens per second. Exits 0 only if every side generated the tokens of an undivided server.
     """
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}

@@ -101,6 +101,10 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
         role: Sizes(**{axis: options[f"{role}_{axis}"] for axis in ("dp", "pp", "tp")})
         for role in ("prefill", "decode")
     }
+    try:
+        flags = shlex.split(options["server_args"])
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--server-args") from error
     gpus = _place(options, given, {role: size(each) for role, each in sizes.items()}, len(found))
     try:
         loads = sweep_loads(options["concurrency"], options["tokens"], options["sweep"])
@@ -130,7 +134,7 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
         page_size=options["page_size"],
         longest=longest,
         concurrency=max(load.concurrency for load in loads),
-        flags=shlex.split(options["server_args"]),
+        flags=flags,
         environment=environment,
         vocabulary=model.vocabulary,
     )

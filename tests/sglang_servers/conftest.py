@@ -209,6 +209,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
 
     def order(item: pytest.Item) -> tuple[int, int, bool]:
+        if not hasattr(item, "callspec"):  # it starts servers of its own
+            return -1, 0, False
         parameters = item.callspec.params
         fleet = [*FLEETS].index(parameters["servers"])
         return [*MODES].index(parameters["mode"]), fleet, item.path.stem == "test_faults"

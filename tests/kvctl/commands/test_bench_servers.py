@@ -1,0 +1,117 @@
+"""Options of `kvctl bench --engine sglang`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import click
+import pytest
+from click.core import ParameterSource
+from click.testing import CliRunner
+
+from kvctl.commands.bench import bench
+from kvctl.commands.bench_servers import ServerRequest, resolve_servers
+from kvctl.lab.bench.statistics import MIN_ROUNDS
+from kvctl.lab.ranks.messages import Gpu
+from kvctl.lab.ranks.request import Load, Sizes, Tokens
+
+
+def gpus(count: int) -> Mapping[int, Gpu]:
+    return {number: Gpu(name="H200", driver="", cuda="") for number in range(count)}
+
+
+def ask(*args: str, found: int = 0) -> ServerRequest:
+    with bench.make_context("bench", ["--engine", "sglang", *args]) as ctx:
+        given = {name for name in ctx.params if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
+        return resolve_servers(ctx.params, given, gpus(found))
+
+
+def sides(request: ServerRequest) -> list[str]:
+    return [side.text for side in request.sides]
+
+
+def test_the_defaults_compare_kvctl_with_nixl_and_an_undivided_server() -> None:
+    request = ask()
+    assert sides(request) == ["undivided", "nixl", "kvctl"]
+    assert (request.rounds, request.output_tokens, request.together, request.compared) == (MIN_ROUNDS, 32, False, True)
+    assert request.loads == (Load(4, Tokens((1024,))),)
+    assert request.plan.longest == 1024 + 32
+
+
+def test_every_load_of_a_sweep_is_measured() -> None:
+    request = ask("--sweep", "tokens=1024,8192", "--sweep", "concurrency=1,16", "--rooms", "5", "--repeat", "1")
+    assert [(load.tokens.text, load.concurrency) for load in request.loads] == [
+        *(("1024", 1), ("1024", 16), ("8192", 1), ("8192", 16))
+    ]
+    assert (request.plan.concurrency, request.plan.longest, request.requests, request.rounds) == (16, 8224, 5, 1)
+
+
+def test_without_comparing_there_is_no_undivided_server() -> None:
+    request = ask("--verify", "off", "--sides", "undivided,kvctl")
+    assert (sides(request), request.compared) == (["kvctl"], False)
+
+
+@pytest.mark.parametrize(
+    ("args", "found", "prefill", "decode"),
+    [
+        ((), 2, (0,), (1,)),
+        ((), 1, (0,), (0,)),
+        (("--prefill-tp", "2"), 4, (0, 1), (2,)),
+        (("--prefill-tp", "2"), 2, (0, 1), (1,)),
+        (("--decode-tp", "2", "--prefill-pp", "2"), 8, (0, 1), (2, 3)),
+        (("--prefill-gpus", "3", "--decode-gpus", "1"), 4, (3,), (1,)),
+        (("--prefill-tp", "2", "--prefill-gpus", "0,2", "--decode-gpus", "1"), 4, (0, 2), (1,)),
+        (("--device", "cpu"), 2, (), ()),
+    ],
+)
+def test_decode_has_the_gpus_after_prefill(
+    args: tuple[str, ...], found: int, prefill: tuple[int, ...], decode: tuple[int, ...]
+) -> None:
+    plan = ask(*args, found=found).plan
+    assert (plan.prefill_gpus, plan.decode_gpus) == (prefill, decode)
+
+
+def test_sizes_and_flags_are_those_of_the_servers() -> None:
+    plan = ask("--prefill-tp", "2", "--prefill-pp", "2", "--server-args", "--mem-fraction-static 0.5 --x 'a b'").plan
+    assert (plan.prefill, plan.decode) == (Sizes(tp=2, pp=2), Sizes())
+    assert plan.flags == ["--mem-fraction-static", "0.5", "--x", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("args", "found", "problem"),
+    [
+        (("--path", "staged", "--ring-mb", "4"), 0, "--path, --ring-mb: not with --engine sglang"),
+        (("--preset", "stress"), 0, "--preset: not with --engine sglang"),
+        (("--prefill-cp", "2"), 0, "--prefill-cp: not with --engine sglang"),
+        (("--verify", "sample"), 0, "compared .full. or not .off."),
+        (("--sides", "nixl,nixl"), 0, "a side is given twice"),
+        (("--sides", "undivided"), 0, "name a side: nixl"),
+        (("--prefill-gpus", "0"), 0, "require GPUs: add --device cuda"),
+        (("--device", "cuda"), 0, "nvidia-smi finds no GPU: use --device cpu"),
+        (("--prefill-tp", "2", "--prefill-gpus", "0,1,2"), 4, "2 ranks need as many GPUs.* these are 0,1,2"),
+        (("--prefill-tp", "3", "--prefill-gpus", "0,1,3"), 4, "evenly spaced"),
+        (("--prefill-tp", "4"), 2, "4 ranks need as many GPUs, evenly spaced, of the 2 here"),
+        (("--prefill-dp", "2"), 2, "Llama has no DP attention"),
+        (("--model", "lama-3.1-8b"), 0, "unknown model"),
+        (("--model", "vendor/name", "--layers", "3"), 0, "its own shape"),
+        (("--server-args", "'"), 0, "No closing quotation"),
+    ],
+)
+def test_what_does_not_fit_is_refused(args: tuple[str, ...], found: int, problem: str) -> None:
+    with pytest.raises(click.UsageError) as raised:
+        ask(*args, found=found)
+    raised.match(problem)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (("--sides", "nixl"), "--sides: requires --engine sglang"),
+        (("--together",), "--together: requires --engine sglang"),
+        (("--engine", "sglang"), "SGLang is not installed in the environment of this kvctl"),
+    ],
+)
+def test_servers_and_ranks_are_not_mixed(args: tuple[str, ...], problem: str) -> None:
+    result = CliRunner().invoke(bench, args)
+    assert result.exit_code != 0
+    assert problem in f"{result.output}{result.exception}"
