@@ -128,20 +128,40 @@ MATRIX = View(
 )
 
 
-def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns one row of MATRIX for every pair of a prefill and a decode agent.
+class Pairs:
+    """Rows of MATRIX for all pairs of a prefill and a decode agent, each made when it is asked for.
 
     Args:
         roles: roles of the agents that answered, by name; agents known only as a peer are added.
         rows: rows of the admin command `peers`, of all agents.
+
+    Attributes:
+        prefill, decode: names of the agents of each role, in natural order.
     """
-    by_pair: dict[tuple[str, str], Mapping[str, Any]] = {}
-    known = dict(roles)
-    for row in rows:
-        by_pair[row["agent"], row["peer"]] = row
-        known.setdefault(row["peer"], row["role"])
-    prefill, decode = (sorted(name for name, role in known.items() if role == each) for each in ("prefill", "decode"))
-    return [_pair(p, d, by_pair.get((p, d)), by_pair.get((d, p)), roles) for p in prefill for d in decode]
+
+    def __init__(self, roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
+        self._roles = roles
+        self._rows: dict[tuple[str, str], Mapping[str, Any]] = {}
+        known = dict(roles)
+        for row in rows:
+            self._rows[row["agent"], row["peer"]] = row
+            known.setdefault(row["peer"], row["role"])
+        self.prefill, self.decode = (
+            sorted((name for name, role in known.items() if role == each), key=natural_key)
+            for each in ("prefill", "decode")
+        )
+
+    def row(self, prefill: str, decode: str) -> dict[str, Any]:
+        by_prefill, by_decode = self._rows.get((prefill, decode)), self._rows.get((decode, prefill))
+        return _pair(prefill, decode, by_prefill, by_decode, self._roles)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [self.row(prefill, decode) for prefill in sorted(self.prefill) for decode in sorted(self.decode)]
+
+
+def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns one row of MATRIX for every pair of a prefill and a decode agent; arguments as for `Pairs`."""
+    return Pairs(roles, rows).rows()
 
 
 def _pair(

@@ -192,12 +192,12 @@ class Selection:
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:
         """Returns the rows that pass all filters, in the selected order; rows with unknown values come last."""
-        kept = [row for row in rows if self.passes(row)]
+        kept = [row for row in rows if self.passes(row)] if self.filters else list(rows)
         for column, descending in reversed(self.order):
-            known = [row for row in kept if column.value(row) is not None]
-            unknown = [row for row in kept if column.value(row) is None]
-            known.sort(key=lambda row, column=column: sort_key(column, column.value(row)), reverse=descending)  # type: ignore[misc]
-            kept = known + unknown
+            values = [(column.value(row), row) for row in kept]
+            known = [(sort_key(column, value), row) for value, row in values if value is not None]
+            known.sort(key=operator.itemgetter(0), reverse=descending)
+            kept = [row for _, row in known] + [row for value, row in values if value is None]
         return kept
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from kvctl.render import palette, units
@@ -179,8 +180,8 @@ class Column:
         if callable(self.path):
             return self.path(row)
         value: Any = row
-        for key in (self.path or self.machine).split("."):
-            if not isinstance(value, Mapping):
+        for key in _keys(self.path or self.machine):
+            if not isinstance(value, _OBJECT):
                 return None
             value = value.get(key)
         return value
@@ -191,6 +192,14 @@ class Column:
 
     def human(self, row: Row) -> str:
         return self.kind.value.human(self.value(row))
+
+
+_OBJECT = (dict, Mapping)  # a dict is recognised several times faster than another Mapping
+
+
+@cache
+def _keys(path: str) -> list[str]:
+    return path.split(".")
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,10 +101,9 @@ def listing(spec: TableSpec, rows: Sequence[Row], query: TableQuery) -> Listing:
     """Filters and sorts rows; ignores filters and order that are invalid for this view, for example another view's."""
     if not query.is_valid_for(spec.view):
         query = replace(query, filters="", order="")
-    texts = query.texts
-    kept = [
-        row for row in query.selection(spec.view).rows(rows) if all(contains(spec.view, row, text) for text in texts)
-    ]
+    kept = query.selection(spec.view).rows(rows)
+    for text in query.texts:
+        kept = [row for row in kept if contains(spec.view, row, text)]
     if query.faults_only:
         kept = [row for row in kept if spec.faulty(row)]
     return Listing(spec, kept, len(rows), query)

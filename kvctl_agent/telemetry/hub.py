@@ -139,12 +139,9 @@ class Telemetry:
             wait: for readers in this process: waits until another thread that flushes has ended.
         """
         rooms, counters, region = self.rooms, self.metrics, self.region
-        if not (
-            rooms.changed
-            or self.collected
-            or len(counters.series) != self._series_published
-            or region.cells[Cell.REBASE] != region.cells[Cell.REBASED]
-        ):
+        cells = region.cells
+        rebases = cells[Cell.REBASE] != cells[Cell.REBASED]
+        if not (rooms.changed or self.collected or len(counters.series) != self._series_published or rebases):
             return
         if not self._flushing.acquire(wait):
             return
@@ -157,7 +154,8 @@ class Telemetry:
             if (count := len(counters.series)) != self._series_published:
                 self._series_published = count
                 region.publish(Document.COUNTERS, self._encoded_series(count), time.monotonic_ns())
-            self._base.write()
+            if rebases:
+                self._base.write()
             if self.collected:
                 collected, self.collected = self.collected, None
                 self._write_collected(collected)
@@ -242,8 +240,6 @@ class _Base:
         cells = self._region.cells
         if not self._number:
             wanted = cells[Cell.REBASE]
-            if wanted == cells[Cell.REBASED]:
-                return
             self._number, self._last_serial, self._until = wanted, 0, self._rooms.next_serial
             self._append((rec.BASE_BEGUN, wanted, self._until))
         rooms = self._rooms.after(self._last_serial, _BASE_ROOMS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -10,8 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.message import Message
 
-from kvctl.client.names import natural_key
-from kvctl.render.peers import MATRIX, NO_LINK, pair_glyph, pair_legend, pairs
+from kvctl.render.peers import MATRIX, NO_LINK, Pairs, pair_glyph, pair_legend
 from kvctl.render.report import Line, Span
 from kvctl.render.view import Row
 from kvctl.tui.panels.panel import Panel, show
@@ -22,37 +21,37 @@ from kvctl.tui.widgets import Canvas, Table
 Pair = tuple[str, str]
 """Names of a prefill rank and a decode rank."""
 
+_CELL = 3  # width of a pair
 
-def draw_matrix(pair_rows: Mapping[Pair, Row], chosen: Pair | None) -> list[Line]:
+
+def draw_matrix(pairs: Pairs, chosen: Pair | None, top: int, height: int, width: int) -> list[Line]:
     """Draws a matrix of pair states with prefill ranks as rows and decode ranks as columns.
 
     The row and the column of the chosen pair are highlighted.
+
+    Args:
+        top: index of the first prefill rank that is drawn.
+        height, width: size in cells; columns beyond the width are not drawn.
     """
-    if not pair_rows:
+    if chosen is None:
         return [[(MATRIX.empty, "dim")]]
-    prefill, decode = _names(pair_rows)
-    margin = max(map(len, prefill)) + 2
-    headings = _vertical_names(decode)
+    margin = max(map(len, pairs.prefill)) + 2
+    shown = max(0, width - margin) // _CELL + 1
+    headings, decode = _vertical_names(pairs.decode), pairs.decode[:shown]
     lines: list[Line] = []
     for row in range(max(map(len, headings))):
         spans: list[Span] = [(" " * margin, "")]
-        for name, letters in zip(decode, headings, strict=True):
-            style = "bold accent" if chosen and name == chosen[1] else "dim"
+        for name, letters in zip(decode, headings, strict=False):
+            style = "bold accent" if name == chosen[1] else "dim"
             spans.append((f" {letters[row] if row < len(letters) else ' '} ", style))
         lines.append(spans)
-    for name in prefill:
-        in_row = chosen is not None and name == chosen[0]
-        spans = [(f"{name:<{margin}}", "bold accent" if in_row else "")]
+    for name in pairs.prefill[top : top + height - len(lines)]:
+        spans = [(f"{name:<{margin}}", "bold accent" if name == chosen[0] else "")]
         for other in decode:
-            glyph, style = pair_glyph(pair_rows[name, other]["state"])
+            glyph, style = pair_glyph(pairs.row(name, other)["state"])
             spans.append((f"[{glyph}]", f"{style} cursor") if (name, other) == chosen else (f" {glyph} ", style))
         lines.append(spans)
     return lines
-
-
-def _names(pair_rows: Mapping[Pair, Row]) -> tuple[list[str], list[str]]:
-    prefill, decode = (sorted({pair[side] for pair in pair_rows}, key=natural_key) for side in (0, 1))
-    return prefill, decode
 
 
 def _vertical_names(names: Sequence[str]) -> list[str]:
@@ -90,37 +89,41 @@ class PairGrid(Canvas):
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self._pairs: Mapping[Pair, Row] = {}
+        self._pairs = Pairs({}, ())
         self.pair: Pair | None = None
 
-    def show(self, pair_rows: Mapping[Pair, Row], heading: tuple[Line, Line]) -> None:
-        resized = pair_rows.keys() != self._pairs.keys()
-        self._pairs, self.heading = pair_rows, heading
-        if self.pair not in pair_rows and pair_rows:
-            prefill, decode = _names(pair_rows)
-            self.pair = (prefill[0], decode[0])
+    def show(self, pairs: Pairs, heading: tuple[Line, Line]) -> None:
+        resized = (pairs.prefill, pairs.decode) != (self._pairs.prefill, self._pairs.decode)
+        self._pairs, self.heading = pairs, heading
+        if not pairs.prefill or not pairs.decode:
+            self.pair = None
+        elif self.pair is None or self.pair[0] not in pairs.prefill or self.pair[1] not in pairs.decode:
+            self.pair = (pairs.prefill[0], pairs.decode[0])
         self.redraw()
         if resized:
             self.refresh(layout=True)
 
+    @property
+    def _heads(self) -> int:
+        """Number of lines above those of the prefill ranks."""
+        return max(map(len, _vertical_names(self._pairs.decode))) if self.pair is not None else 1
+
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return len(draw_matrix(self._pairs, self.pair)) + 2
+        return self._heads + (len(self._pairs.prefill) if self.pair is not None else 0) + 2
 
     def draw(self, width: int, height: int) -> Sequence[Line]:
-        lines = draw_matrix(self._pairs, self.pair)
-        prefill, _ = _names(self._pairs)
-        heads = len(lines) - len(prefill)
-        rows = max(1, height - heads - 1)
-        if self.pair in self._pairs and self.pair is not None:
-            cursor = prefill.index(self.pair[0])
+        rows = max(1, height - self._heads - 1)
+        if self.pair is not None:
+            cursor = self._pairs.prefill.index(self.pair[0])
+            self.top = max(0, min(self.top, len(self._pairs.prefill) - rows))
             self.top = min(max(self.top, cursor - rows + 1), cursor)
-        shown = [*lines[:heads], *lines[heads + self.top : heads + self.top + rows], pair_legend()]
-        return [[("  ", ""), *line] for line in shown]
+        shown = draw_matrix(self._pairs, self.pair, self.top, self._heads + rows, width)
+        return [[("  ", ""), *line] for line in (*shown, pair_legend())]
 
     def action_move(self, down: int, right: int) -> None:
-        if self.pair not in self._pairs or self.pair is None:
+        if self.pair is None:
             return
-        prefill, decode = _names(self._pairs)
+        prefill, decode = self._pairs.prefill, self._pairs.decode
         self.pair = _neighbour(prefill, self.pair[0], down), _neighbour(decode, self.pair[1], right)
         self.redraw()
         self.post_message(self.Chosen())
@@ -151,7 +154,7 @@ class PeersPanel(Panel):
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self._pairs: dict[Pair, Row] = {}
+        self._pairs = Pairs({}, ())
         self._rows: Sequence[Row] = ()
 
     def compose(self) -> ComposeResult:
@@ -162,12 +165,13 @@ class PeersPanel(Panel):
         self._rows = store.rows("peers")
         show(self.main, PEERS_TABLE, self._rows, store, query)
         roles = {agent.name: agent.role for agent in store.agents.values()}
-        self._pairs = {(row["prefill"], row["decode"]): row for row in pairs(roles, self._rows)}
+        self._pairs = Pairs(roles, self._rows)
         self._show_grid()
 
     def _show_grid(self) -> None:
         grid = self.query_one("#peers-matrix", PairGrid)
-        size = "" if not self._pairs else "  {} prefill by {} decode".format(*map(len, _names(self._pairs)))
+        prefill, decode = len(self._pairs.prefill), len(self._pairs.decode)
+        size = f"  {prefill} prefill by {decode} decode" if prefill and decode else ""
         grid.show(self._pairs, ([("reachability", ""), (size, "dim")], self._describe(grid.pair)))
 
     def _describe(self, pair: Pair | None) -> Line:
@@ -175,9 +179,9 @@ class PeersPanel(Panel):
 
         The reason why a lane is not direct is shown in the panel that Enter opens, which has more space.
         """
-        row = None if pair is None else self._pairs.get(pair)
-        if pair is None or row is None:
+        if pair is None:
             return []
+        row = self._pairs.row(*pair)
         states = {row["prefill_sees"], row["decode_sees"]} - {None}
         words = " / ".join(sorted(states)) or ("no link" if row["state"] == NO_LINK else row["state"])
         direct = "  direct" if row["lane_direct"] else ""

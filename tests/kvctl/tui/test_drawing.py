@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from kvctl.render import units
-from kvctl.render.peers import pairs
+from kvctl.render.peers import Pairs
 from kvctl.render.report import Line
 from kvctl.tui.drawing import beside, chart, cut, inline_chart, length, padded, rule, sparkline, spread, wrapped
 from kvctl.tui.palette import PALETTES, Palette
@@ -126,8 +126,7 @@ def test_medians_over_agents_have_writers_before_readers(specimen: Any) -> None:
 def test_a_pair_is_as_bad_as_its_worse_end(specimen: Any) -> None:
     rows = [row for name in specimen.names for row in specimen._peers(name, 0)]
     next(row for row in rows if (row["agent"], row["peer"]) == ("decode-0", "prefill-0"))["state"] = "lost"
-    found = {(row["prefill"], row["decode"]): row for row in pairs({"decode-9": "decode"}, rows)}
-    drawn = draw_matrix(found, ("prefill-0", "decode-0"))
+    drawn = draw_matrix(Pairs({"decode-9": "decode"}, rows), ("prefill-0", "decode-0"), 0, 9, 80)
     lines = [words(line).split() for line in drawn]
     assert lines[0] == ["d"] * 5
     assert lines[1] == ["0", "1", "2", "3", "9"]
