@@ -108,6 +108,7 @@ def test_what_does_not_fit_is_refused(args: tuple[str, ...], found: int, problem
     [
         (("--sides", "nixl"), "--sides: requires --engine sglang"),
         (("--together",), "--together: requires --engine sglang"),
+        (("--engine", "sglang", "--plan"), "--plan: not with --engine sglang"),
         (("--engine", "sglang"), "SGLang is not installed in the environment of this kvctl"),
     ],
 )

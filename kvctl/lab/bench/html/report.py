@@ -41,9 +41,11 @@ def render(document: Mapping[str, Any], command: str, started_at: str) -> str:
     runs: Sequence[Run] = document["runs"]
     levels = rooflines(document)
     model, servers = document["shape"]["model"], "sides" in document
-    subject = "Transfer backends of SGLang servers" if servers else "KV-cache transfer"
-    over = "" if servers else f" over {' and '.join(_distinct(runs, 'transport'))}"
-    title = f"{subject}{f' of {model}' if model else ''}{over}"
+    if servers:
+        title = f"Transfer backends of SGLang servers: {model}"
+    else:
+        over = " and ".join(_distinct(runs, "transport"))
+        title = f"KV-cache transfer{f' of {model}' if model else ''} over {over}"
     lines = [tag("p", text, class_="what") for text in (_setup(document, runs), started_at)]
     top = tag("div", tag("h1", title), _verdict(document, runs), class_="top")
     body = tag(

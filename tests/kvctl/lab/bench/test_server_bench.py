@@ -174,7 +174,7 @@ def test_the_terminal_and_the_page_show_every_side(tmp_path: Path, chart_engine:
     assert [line.split("\t")[0] for line in lines] == ["side", *(["undivided", "nixl", "kvctl"] * 2)]
     page = render(document, "kvctl bench --engine sglang", "now")
     for text in (
-        "Transfer backends of SGLang servers of a model",
+        "Transfer backends of SGLang servers: a model",
         "✓ all tokens equal",
         "Δ TTFT",
         "Time to first token",
