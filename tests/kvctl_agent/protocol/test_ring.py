@@ -220,25 +220,14 @@ def test_a_watermark_opens_the_regions_it_has_passed() -> None:
     assert gate.heard_ns == 5
 
 
-def test_an_older_sequence_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    "watermark", [[2, 512, 6], [3, 0, 7], [2, 512, 7], [], [1], [1, 2], [1, 2, 3, 4], [4, 512, 8, 9]]
+)
+def test_old_and_malformed_news_change_nothing(watermark: list[int]) -> None:
     gate = RingGate()
     gate.hear([3, 0, 7], 0)
-    assert not gate.hear([2, 512, 6], 1)
-    assert gate.position == (3, 0)
-
-
-def test_the_same_sequence_again_changes_nothing() -> None:
-    gate = RingGate()
-    gate.hear([3, 0, 7], 0)
-    assert not gate.hear([3, 0, 7], 1)
-    assert gate.heard_ns == 0
-
-
-@pytest.mark.parametrize("watermark", [[], [1], [1, 2], [1, 2, 3, 4]])
-def test_malformed_news_change_nothing(watermark: list[int]) -> None:
-    gate = RingGate()
     assert not gate.hear(watermark, 1)
-    assert gate.sequence == -1
+    assert (gate.position, gate.sequence, gate.heard_ns) == ((3, 0), 7, 0)
 
 
 def test_every_sequence_of_a_ring_moves_the_gate_forward() -> None:
