@@ -17,7 +17,7 @@ from kvctl.client.calls import Call
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.fleet import Source, Survey
-from kvctl.client.health_reads import BRIEF_ABOVE, HEALTH_CALLS
+from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.errors import CliError
 from kvctl.health.engine import HealthWatch
 from kvctl.health.mutes import Judged
@@ -27,8 +27,6 @@ from kvctl.health.mutes import Judged
 # minute, so that the findings of a very large fleet are not too old.
 _HEALTH_REST = 100
 _LONGEST_HEALTH_REST_NS = 30_000_000_000
-# A large fleet is read less often than the interval says if reading and drawing it took more than 14 % of a core.
-_VIEW_REST = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,6 @@ class Feed:
         self._acknowledged = True
         # State of the feed's thread, which no other thread uses.
         self._due_ns = self._health_due_ns = 0
-        self._viewed_ns = self._viewed_cpu_ns = 0
         self._viewed_last = False
         self._endpoints: dict[str, Endpoint] = {}
         self._health = HealthWatch()
@@ -195,12 +192,11 @@ class Feed:
                         self._changed.acquire()
                     self._urgent = True
                 now = time.monotonic_ns()
-                health_due, due_ns = now >= self._health_due_ns, max(self._due_ns, self._rested_ns())
+                health_due = now >= self._health_due_ns
                 if self._question is None or not self._acknowledged or (self._paused and not self._urgent):
                     self._changed.wait()
-                elif self._urgent or (now >= due_ns and not (health_due and self._viewed_last)):
+                elif self._urgent or (now >= self._due_ns and not (health_due and self._viewed_last)):
                     self._move_recording()
-                    self._viewed_ns, self._viewed_cpu_ns = now, time.process_time_ns()
                     self._due_ns = max((now if self._urgent else self._due_ns) + self._interval_ns, now)
                     self._urgent, self._acknowledged, self._viewed_last = False, False, True
                     return self._question
@@ -210,14 +206,8 @@ class Feed:
                     self._acknowledged, self._viewed_last = False, False
                     return _HEALTH
                 else:
-                    self._changed.wait((min(due_ns, self._health_due_ns) - now) / 1e9)
+                    self._changed.wait((min(self._due_ns, self._health_due_ns) - now) / 1e9)
         return None
-
-    def _rested_ns(self) -> int:
-        """Returns the time before which a large fleet is not read again for the view."""
-        if self.recorded or len(self._endpoints) <= BRIEF_ABOVE:
-            return 0
-        return self._viewed_ns + (time.process_time_ns() - self._viewed_cpu_ns) * _VIEW_REST
 
     def _move_recording(self) -> None:
         """Advances the source by one survey, or moves a recording to the position requested with `seek`."""

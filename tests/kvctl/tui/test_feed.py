@@ -103,14 +103,6 @@ class Run:
         return self._readings.empty()
 
 
-@pytest.mark.parametrize(("agents", "rests"), [(64, False), (65, True)])
-def test_a_large_fleet_is_read_less_often_if_it_takes_much_of_a_core(agents: int, rests: bool) -> None:
-    feed = Feed(FakeSource(), 20 * MS)  # type: ignore[arg-type]
-    feed._endpoints = {f"a{number}": Endpoint(f"a{number}", None) for number in range(agents)}
-    feed._viewed_ns, feed._viewed_cpu_ns = 1000 * MS, time.process_time_ns() - 50 * MS
-    assert (feed._rested_ns() >= 1350 * MS) == rests
-
-
 @pytest.fixture
 def run() -> Iterator[Any]:
     runs: list[Run] = []
