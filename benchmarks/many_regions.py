@@ -42,10 +42,19 @@ from kvctl_agent.contract.admin import OBSERVER_SOCKET, lock_path, region_direct
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.observer.link import SETTINGS
-from kvctl_agent.observer.link_messages import MessageSocket, Register, Registered, from_observer, network_namespace
+from kvctl_agent.observer.link_messages import MessageSocket, Register, Registered, from_observer
 from kvctl_agent.observer.socket_claim import prepare_directory
 from kvctl_agent.telemetry.hub import Telemetry
-from kvctl_agent.telemetry.region import LEAST_LOG_BYTES, SUFFIX, Cell, Document, Header, RegionReader, RegionWriter
+from kvctl_agent.telemetry.region import (
+    LEAST_LOG_BYTES,
+    SUFFIX,
+    Cell,
+    Document,
+    Header,
+    RegionReader,
+    RegionWriter,
+    namespace,
+)
 
 COMMANDS = (["status"], ["status", "-o", "json"], ["health"], ["doctor"], ["rooms"], ["peers"])
 VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events")
@@ -178,7 +187,7 @@ def serve(options: argparse.Namespace, sampled: Path, directory: Path, parent: C
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(directory / OBSERVER_SOCKET))
         messages = MessageSocket(connection)
-        messages.send(Register(str(agent.region.path), settings, None, [], network_namespace()), wake)
+        messages.send(Register(str(agent.region.path), settings, None, [], namespace("net")), wake)
         connection.setblocking(True)
         connection.recv(1, socket.MSG_PEEK)
         connection.setblocking(False)

@@ -41,15 +41,7 @@ class AdminActions:
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
         """Returns the handlers by command name, for `ObserverLink`."""
-        acts: tuple[Callable[..., Any], ...] = (
-            self.abort,
-            self.release,
-            self.forget,
-            self.drain,
-            self.resume,
-            self.set,
-            self.probe,
-        )
+        acts = self.abort, self.release, self.forget, self.drain, self.resume, self.set, self.probe
         return {act.__name__: lambda args, act=act: act(**args) for act in acts}  # type: ignore[misc]
 
     def abort(self, room: int, reason: str = "") -> list[ActionResult]:

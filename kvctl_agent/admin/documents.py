@@ -160,7 +160,7 @@ def _state(parts: AgentParts, network: tuple[str, bool]) -> _Pieces:
         "registry": None if decode else lifecycle.instances[0],
         "serving": len(lifecycle.serving()) if decode else 0,
         "instances": len(lifecycle.all_instances),
-        "lanes": kinds_in_use(parts.connections, parts.pool, parts.local, list(machine.peers.values()), *network),
+        "lanes": kinds_in_use(parts.connections, parts.pool, parts.local, list(machine.peers.values()), network),
         "memory_gb_per_s": parts.connections.memory_gb_per_s,
         "quarantined_bytes": _quarantined_bytes(parts),
         "ring": machine_views.ring_use(machine),
@@ -179,7 +179,8 @@ def _config(parts: AgentParts) -> _Pieces:
 
 def _bootstrap(parts: AgentParts) -> _Pieces:
     yield {}
-    yield from bootstrap_rows(parts.name, parts.lifecycle.rosters())
+    for endpoint, roster in parts.lifecycle.rosters():
+        yield bootstrap_row(parts.name, endpoint, roster)
 
 
 def _peers(parts: AgentParts, network: tuple[str, bool]) -> _Pieces:
@@ -251,7 +252,7 @@ def _peer(parts: AgentParts, peer: Peer, network: tuple[str, bool], *, needed: b
     watermark = [gate.position.round, gate.position.tail, gate.sequence] if gate.heard_ns else None
     measured = parts.connections.measured.get(peer.name)
     connection = parts.connections.by_peer.get(peer.name)
-    kind = kind_of(parts.connections, parts.pool, parts.local, peer, *network)
+    kind = kind_of(parts.connections, parts.pool, parts.local, peer, network)
     role: Role = "decode" if parts.role == "prefill" else "prefill"
     return {
         "agent": parts.name,
@@ -302,21 +303,17 @@ def _numeric(host: str) -> str | None:
 
 
 def kind_of(
-    connections: PeerConnections,
-    pool: KVPool,
-    local: LocalInfo,
-    peer: Peer,
-    protocol: str = "",
-    infiniband: bool = False,
+    connections: PeerConnections, pool: KVPool, local: LocalInfo, peer: Peer, network: tuple[str, bool] = ("", False)
 ) -> Interconnect | None:
     """Returns the interconnect to a peer; None if its rate is not measured, or if the pool is host memory.
 
-    `protocol` is the one that the engine tells, without which the rate decides; `infiniband` says whether this machine
-    has an RDMA device.
+    `network` is the protocol that the engine tells, without which the rate decides, and whether this machine has an
+    RDMA device.
     """
     measured = connections.measured.get(peer.name)
     if measured is None or peer.info is None or pool.device is None or pool.device.index == HOST:
         return None
+    protocol, infiniband = network
     return interconnect_of(measured.cost.write_gb_per_s, peer.info.host == local.host, infiniband, protocol)
 
 
@@ -325,29 +322,20 @@ def kinds_in_use(
     pool: KVPool,
     local: LocalInfo,
     peers: Iterable[Peer],
-    protocol: str = "",
-    infiniband: bool = False,
+    network: tuple[str, bool] = ("", False),
 ) -> list[str]:
     """Returns one text per kind of interconnect in use, with its best measured rate: `rdma (inferred: 48 GB/s)`."""
     best: dict[Interconnect, float] = {}
     for peer in peers:
-        kind, measured = (
-            kind_of(connections, pool, local, peer, protocol, infiniband),
-            connections.measured.get(peer.name),
-        )
-        if kind is not None and measured is not None:
-            best[kind] = max(best.get(kind, 0.0), measured.cost.write_gb_per_s)
+        if (kind := kind_of(connections, pool, local, peer, network)) is not None:
+            best[kind] = max(best.get(kind, 0.0), connections.measured[peer.name].cost.write_gb_per_s)
     return [
         f"{kind.name} ({'inferred: ' * (kind.source == 'rate')}{rate:.3g} GB/s)" for kind, rate in sorted(best.items())
     ]
 
 
-def bootstrap_rows(agent: str, rosters: Iterable[tuple[str, Roster]]) -> list[Bootstrap]:
-    """Returns the reply to `bootstrap`; `rosters` are pairs of a registry's endpoint and the roster it last sent."""
-    return [_instance(agent, endpoint, roster) for endpoint, roster in rosters]
-
-
-def _instance(agent: str, endpoint: str, roster: Roster) -> Bootstrap:
+def bootstrap_row(agent: str, endpoint: str, roster: Roster) -> Bootstrap:
+    """Returns a row of the reply to `bootstrap`: the roster that the registry at `endpoint` has sent last."""
     side = _side(roster.ranks[0].sizes) if roster.ranks else None
     registered = {tuple(rank.coord) for rank in roster.ranks}
     absent = [side.coord(unique) for unique in range(side.size)] if side is not None else []

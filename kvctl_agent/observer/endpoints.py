@@ -74,10 +74,6 @@ class AdminEndpoint(ABC):
     def receive(self) -> list[ClientRequest]:
         """Returns requests that have arrived, without waiting; drops frames after the fourth of a request."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Closes the socket, without its path."""
-
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
         """Sends a reply; drops it if the client has disconnected or its queue is full.
 
@@ -209,9 +205,6 @@ class CurveEndpoint(AdminEndpoint):
 
     def fileno(self) -> int:
         return self.socket.FD
-
-    def close(self) -> None:
-        self.socket.close()
 
     def receive(self) -> list[ClientRequest]:
         try:

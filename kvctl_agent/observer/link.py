@@ -58,14 +58,13 @@ from kvctl_agent.observer.link_messages import (
     Unable,
     Wake,
     from_observer,
-    network_namespace,
     telemetry_variables,
 )
 from kvctl_agent.observer.server import Handler, ServerLoop, stacks, to_json
 from kvctl_agent.observer.socket_claim import Claim, prepare_directory
 from kvctl_agent.observer.worker import Worker, worker_in_process
 from kvctl_agent.telemetry.clock import Clock
-from kvctl_agent.telemetry.region import NEW_SUFFIX, SUFFIX, Cell, Header, RegionWriter, fitting_log_bytes
+from kvctl_agent.telemetry.region import NEW_SUFFIX, SUFFIX, Cell, Header, RegionWriter, fitting_log_bytes, namespace
 
 SETTINGS = (
     "black_box_s",
@@ -379,7 +378,7 @@ class ObserverLink:
         texts = {name: value for name, value in variables.items() if _is_text(name) and _is_text(value)}
         if not again and (unsent := [encodable(name) for name in variables if name not in texts]):
             self._note(f"its observer does without variables that are not UTF-8: {', '.join(unsent)}")
-        return Register(str(self._region.path), settings, clients, self._added, network_namespace(), texts)
+        return Register(str(self._region.path), settings, clients, self._added, namespace("net"), texts)
 
     def _first_message(self, messages: MessageSocket) -> object:
         until_s = time.monotonic() + _REGISTER_S

@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -52,14 +51,6 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     commands: list[Command]
     network: int = 0
     environment: dict[str, str] = {}
-
-
-def network_namespace() -> int:
-    """Returns the inode of this process's network namespace; 0 if /proc does not show it."""
-    try:
-        return Path("/proc/self/ns/net").stat().st_ino
-    except OSError:
-        return 0
 
 
 def telemetry_variables() -> dict[str, str]:

@@ -116,25 +116,12 @@ class ObservedRank:
 
     def handlers(self) -> Mapping[str, Callable[[dict[str, Any]], Any]]:
         """Returns the handlers by command name, for `AdminService`; `hello` is passed to it separately."""
-        reads: dict[str, Callable[..., Any]] = {
-            "config": self.config,
-            "bootstrap": self.bootstrap,
-            "status": self.status,
-            "rooms": self.rooms,
-            "room": self.room,
-            "slow": self.slow,
-            "history": self.history,
-            "failed": self.failed,
-            "staging": self.staging,
-            "layers": self.layers,
-            "peers": self.peers,
-            "nics": self.nics,
-            "cost": self.cost,
-            "events": self.events,
-            "metrics": self.metrics,
-            "health": self.health,
-        }
-        return {name: partial(_with_arguments, read) for name, read in reads.items()}
+        reads = (
+            *(self.config, self.bootstrap, self.status, self.rooms, self.room, self.slow, self.history, self.failed),
+            *(self.staging, self.layers, self.peers, self.cost, self.events, self.metrics, self.health),
+        )
+        by_name: dict[str, Callable[..., Any]] = {"nics": self.nics, **{read.__name__: read for read in reads}}
+        return {name: partial(_with_arguments, read) for name, read in by_name.items()}
 
     def now_ns(self) -> int:
         """Returns the monotonic time as of which ages are; once its process has ended, that of its end."""

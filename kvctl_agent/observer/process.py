@@ -53,7 +53,6 @@ from kvctl_agent.observer.link_messages import (
     Unable,
     Wake,
     from_agent,
-    network_namespace,
     telemetry_variables,
 )
 from kvctl_agent.observer.process_facts import end_status, open_process, why_ended
@@ -62,7 +61,7 @@ from kvctl_agent.observer.server import PendingReply, RawJson, ServerLoop, to_js
 from kvctl_agent.observer.socket_claim import ended_path, prepare_directory
 from kvctl_agent.observer.worker import Worker, published_settings, worker_of
 from kvctl_agent.security.unix_router import UnixRouter
-from kvctl_agent.telemetry.region import NEW_SUFFIX, SUFFIX, Cell, RegionReader
+from kvctl_agent.telemetry.region import NEW_SUFFIX, SUFFIX, Cell, RegionReader, namespace
 
 ANSWER_S = 1.5
 _IDLE_S = 5.0  # without workers and black boxes, until the process ends
@@ -301,7 +300,7 @@ class Observer:
         self._fold_s = self._scan_s = 0.0
         self._used_s = time.monotonic()
         self._faults = 0
-        self._network = network_namespace()
+        self._network = namespace("net")
         self._left_locks = False
         self._relay: Relay | None = None
         try:

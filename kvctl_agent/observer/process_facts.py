@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvctl_agent.contract.snapshots import ProcessState
-from kvctl_agent.telemetry.region import START_FIELD, Header, pid_namespace, stat_fields
+from kvctl_agent.telemetry.region import START_FIELD, Header, namespace, stat_fields
 
 _STATES: dict[bytes, ProcessState] = {
     b"R": "running",
@@ -70,7 +70,7 @@ def process_facts(header: Header, thread: int = 0) -> ProcessFacts:
 
 def _is_gone(header: Header, fields: list[bytes]) -> bool:
     """Returns whether no process, or a later one, has the id; `fields` are those of /proc, which may be another's."""
-    if header.pid <= 0 or not header.pid_namespace or header.pid_namespace != pid_namespace():
+    if header.pid <= 0 or not header.pid_namespace or header.pid_namespace != namespace("pid"):
         return False
     try:
         os.kill(header.pid, 0)

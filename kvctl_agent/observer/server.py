@@ -81,7 +81,6 @@ class AdminService:
     Attributes:
         name: the worker's name.
         client: origin of the request being answered, as in `ClientRequest.origin`.
-        handling: name of the command being answered; None between requests.
         path: path of the Unix socket while it is bound.
         remote_address: TCP endpoint with its actual port; "" if there is none.
         endpoints: the bound sockets.
@@ -134,7 +133,6 @@ class AdminService:
         self._client_level = Level.READ
         self._resources = contextlib.ExitStack()
         self.client = ""
-        self.handling: str | None = None
         self.path: Path | None = None
         self._socket: tuple[int, int] | None = None
         self.remote_address = ""
@@ -250,15 +248,12 @@ class AdminService:
         return name, self._call(name, partial(self._handlers[name], request.args))
 
     def _call(self, name: str, act: Callable[[], Any]) -> Any:
-        self.handling = name
         try:
             return act()
         except RequestRefused:
             raise
         except Exception as error:
             raise self._failure(name, error) from error
-        finally:
-            self.handling = None
 
     def _failure(self, name: str, error: Exception) -> RequestRefused:
         text = f"{name} failed inside the agent: {type(error).__name__}: {error}"[:_LONGEST_TEXT]

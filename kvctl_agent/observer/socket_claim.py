@@ -137,7 +137,7 @@ class Claim:
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").partition("\n")[0] or "unknown"
             os.close(descriptor)
-            answer = "it answers" if ping(self.path) is not None else "it does not answer: stopped or just starting"
+            answer = "it does not answer: stopped or just starting" if ask_hello(self.path) is None else "it answers"
             raise AdminError(
                 f"an agent named {name} runs already, pid {holder} ({answer}): "
                 f"give this one another name, or stop that one ({self.path})"
@@ -186,22 +186,16 @@ def ended_path(socket_path: Path, pid: int) -> Path:
     return socket_path.with_name(f"{socket_path.name.removesuffix(SOCKET_SUFFIX)}{ENDED_SUFFIX}-{pid}{SOCKET_SUFFIX}")
 
 
-def ping(path: Path, timeout_ms: int = PING_TIMEOUT_MS) -> int | None:
-    """Returns the pid of the agent that serves the socket at `path`: None without one, 0 if its reply is unreadable.
-
-    Waits, for at most `timeout_ms`, only if a process listens at `path`.
-    """
-    hello = ask_hello(path, timeout_ms)
-    return None if hello is None else _pid(hello)
-
-
 def _pid(hello: Mapping[str, Any]) -> int:
     pid = hello.get("pid")
     return pid if isinstance(pid, int) else 0
 
 
 def ask_hello(path: Path, timeout_ms: int = PING_TIMEOUT_MS) -> dict[str, Any] | None:
-    """Returns the answer to `hello` at a socket: None without one, empty if it is unreadable; waits as `ping`."""
+    """Returns the answer to `hello` at a socket: None without one, empty if it is unreadable.
+
+    Waits, for at most `timeout_ms`, only if a process listens at `path`.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(os.fspath(path))

@@ -73,15 +73,12 @@ class StageTimes:
 
     `exposed_ns` and `overlapped_ns` of a row are means per part: the time between the first and the last event of the
     part that lies after, or before, the end of the forward. Over concurrent parts they must not be added up.
-
-    Attributes:
-        dropped: parts not counted because there were `MAX_GROUPS` groups already.
+    Parts beyond `MAX_GROUPS` groups are not counted.
     """
 
     def __init__(self, agent_name: str) -> None:
         self._agent = agent_name
         self._groups: dict[tuple[tuple[int, int], str], _Group] = {}
-        self.dropped = 0
 
     def add(self, part: Part, first_ready_ns: int | None = None) -> None:
         """Adds the stage times of one part.
@@ -93,7 +90,6 @@ class StageTimes:
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) >= MAX_GROUPS:
-                self.dropped += 1
                 return
             group = self._groups[key] = _Group()
         group.add(part, first_ready_ns)

@@ -20,6 +20,7 @@ from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 
 Pages = npt.NDArray[np.int32]
+NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def check_room(number: int) -> None:

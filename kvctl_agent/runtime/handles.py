@@ -34,7 +34,6 @@ from kvctl_agent.telemetry.engine_calls import ABORT, FINISH, LAYERS, PAGES, PRE
 from kvctl_agent.telemetry.region import RegionWriter
 
 _MAX_PAGE = int(np.iinfo(np.int32).max)
-_NO_PAGES = np.empty(0, np.int32)
 _LONGEST_WAIT_S = 1e9
 
 
@@ -424,7 +423,7 @@ class Send(Handle):
         """Posts computed pages of the layers in `group`, or of all layers if it is None; returns `last`."""
         last = check_flag(f"room {self.room}: last", last)
         later = callable(indices)
-        pages = _NO_PAGES if later else self._bounds.pages(self.room, indices)
+        pages = ev.NO_PAGES if later else self._bounds.pages(self.room, indices)
         groups = self._bounds.groups(self.room, group_pages, absent=-1)
         if later and event is None:
             raise LocalProtocolError(f"room {self.room}: page indices that are not known yet need event=")

@@ -192,7 +192,7 @@ class Header(NamedTuple):
     ) -> Header:
         """Returns the header of a region that this process is going to write."""
         started = int((stat_fields("self")[START_FIELD:] or [b"0"])[0])
-        process, now_ns = (os.getpid(), started, pid_namespace()), time.monotonic_ns()
+        process, now_ns = (os.getpid(), started, namespace("pid")), time.monotonic_ns()
         return cls(log_bytes, *process, incarnation, clock_offset_ns, now_ns, role, name, directory)
 
     @property
@@ -257,10 +257,10 @@ def stat_fields(process: int | str) -> list[bytes]:
         os.close(descriptor)
 
 
-def pid_namespace() -> int:
-    """Returns the inode of this process's PID namespace; 0 if /proc does not show it."""
+def namespace(kind: str) -> int:
+    """Returns the inode of this process's namespace of a kind, "pid" or "net"; 0 if /proc does not show it."""
     try:
-        return Path("/proc/self/ns/pid").stat().st_ino
+        return Path(f"/proc/self/ns/{kind}").stat().st_ino
     except OSError:
         return 0
 

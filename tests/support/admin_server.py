@@ -108,10 +108,7 @@ class AdminServer:
         self._loop.stop()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise DeadlineExceeded(
-                f"the admin server of {self._service.name} did not stop within {timeout:g} s: "
-                f"it is still answering {self._service.handling!r}"
-            )
+            raise DeadlineExceeded(f"the admin server of {self._service.name} did not stop within {timeout:g} s")
 
     def __enter__(self) -> AdminServer:
         return self.start() if self._thread is None else self

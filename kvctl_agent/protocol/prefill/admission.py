@@ -32,7 +32,7 @@ from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import CancelToken, Peer, PeerState, plan_with_peer
 from kvctl_agent.protocol.prefill.dispatch import Dispatch
 from kvctl_agent.protocol.prefill.rooms import MAX_TRANSFERS, PrefillState, SendRooms, StagingRequests
-from kvctl_agent.protocol.prefill.send_room import NO_PAGES, Final, PeerTransfer, SendRoom, TableTransfer
+from kvctl_agent.protocol.prefill.send_room import Final, PeerTransfer, SendRoom, TableTransfer
 from kvctl_agent.protocol.prefill.staging_credits import StagingCredits, writer_quota
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
 
@@ -193,7 +193,7 @@ class SendAdmission:
         if inputs.decode_split > 1 and num_pages * inputs.decode_split >= 1 << 31:
             raise LayoutError(f"{num_pages} pages of {inputs.decode_split} transfer pages each exceed 32 bits")
         owes = reader in readers
-        pages = _indices(message.pages, engine_pages, num_pages, span, peer.name) if owes else NO_PAGES
+        pages = _indices(message.pages, engine_pages, num_pages, span, peer.name) if owes else ev.NO_PAGES
         if message.aux_index >= int(pool["aux_slots"]):  # type: ignore[arg-type]
             raise LayoutError(f"aux row {message.aux_index} is outside {peer.name}'s pool")
         slices = slices_of_writer(inputs, message.room, peer.coord.dp, self.context.rank) if owes else ()

@@ -19,7 +19,7 @@ from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.layout.parallel import LocalShard, RankCoord
 from kvctl_agent.layout.plan import TransferSlice
-from kvctl_agent.protocol.events import Pages, SendPages
+from kvctl_agent.protocol.events import NO_PAGES, Pages, SendPages
 from kvctl_agent.protocol.messages import Grant
 from kvctl_agent.protocol.peer import CancelToken
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
@@ -244,9 +244,6 @@ class ComputedTables:
         """Describes which layers lack which pages, for the text of a failure."""
         short = next((table for table in self.by_table.values() if not table.complete), self.by_table[0])
         return short.describe_missing()
-
-
-NO_PAGES: Pages = np.empty(0, np.int32)
 
 
 def _uncut(parts: Sequence[Part], lo: int, hi: int) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvctl_agent.admin.documents import bootstrap_rows
+from kvctl_agent.admin.documents import bootstrap_row
 from kvctl_agent.protocol.bootstrap_registry import Rank, Register, Registry, Roster
 
 
@@ -15,7 +15,7 @@ def test_missing_ranks_are_told_by_their_coordinates() -> None:
     registry = Registry()
     registry.answer(Register(rank(0, 0, 0, 1)), 0)
     roster = registry.answer(Register(rank(0, 1, 0, 0)), 0)
-    (row,) = bootstrap_rows("decode-0", [("tcp://a:1", roster)])
+    row = bootstrap_row("decode-0", "tcp://a:1", roster)
     assert (row["agent"], row["registry"], row["expected"]) == ("decode-0", "tcp://a:1", 4)
     assert row["sizes"] == {"dp": 1, "pp": 2, "cp": 1, "tp": 2}
     assert [each["name"] for each in row["registered"]] == ["prefill-0001", "prefill-0100"]
@@ -29,19 +29,19 @@ def test_a_complete_instance_misses_nobody() -> None:
     for pp in range(2):
         for tp in range(2):
             roster = registry.answer(Register(rank(0, pp, 0, tp)), 0)
-    (row,) = bootstrap_rows("decode-0", [("tcp://a:1", roster)])
+    row = bootstrap_row("decode-0", "tcp://a:1", roster)
     assert (row["missing"], row["text"], len(row["registered"])) == ([], "", 4)
 
 
 def test_a_registry_that_knows_nobody_or_nonsense() -> None:
     silent = Roster([], 0, "no answer from the registry at tcp://a:1")
     odd = Roster([Rank("x", "", 1, [0], [0, 1, 1, 1])], 3, "")
-    first, second = bootstrap_rows("decode-0", [("tcp://a:1", silent), ("tcp://b:1", odd)])
+    first, second = bootstrap_row("decode-0", "tcp://a:1", silent), bootstrap_row("decode-0", "tcp://b:1", odd)
     assert (first["expected"], first["sizes"], first["registered"], first["missing"]) == (None, None, [], [])
     assert (second["sizes"], second["missing"], len(second["registered"])) == (None, [], 1)
 
 
 def test_of_a_huge_instance_some_of_the_missing_are_told() -> None:
     roster = Registry().answer(Register(rank(0, 0, 0, 0, sizes=(64, 1, 1, 64))), 0)
-    (row,) = bootstrap_rows("decode-0", [("tcp://a:1", roster)])
+    row = bootstrap_row("decode-0", "tcp://a:1", roster)
     assert (row["expected"], len(row["missing"])) == (4096, 256)

@@ -50,4 +50,4 @@ def test_a_lane_is_named_once_it_was_measured() -> None:
         "cuda_ipc (inferred: 373 GB/s)",
         "tcp through the host (inferred: 0.58 GB/s)",
     ]
-    assert kinds_in_use(lanes, a_pool(0), LOCAL, peers[:1], "tcp") == ["tcp through the host (373 GB/s)"]
+    assert kinds_in_use(lanes, a_pool(0), LOCAL, peers[:1], ("tcp", False)) == ["tcp through the host (373 GB/s)"]

@@ -655,7 +655,7 @@ class TestWithoutProcess:
         self, linked: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         linked("decode-0")
-        monkeypatch.setattr(link_module, "network_namespace", lambda: 1)
+        monkeypatch.setattr(link_module, "namespace", lambda _: 1)
         worker = linked("decode-1")
         assert connect(worker.link.path).ask("hello")["data"]["observer"] == "thread"
         assert "the observer of this socket directory is in another network namespace" in worker.notes[0]

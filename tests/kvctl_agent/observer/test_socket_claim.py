@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvctl_agent.errors import AdminError
-from kvctl_agent.observer.socket_claim import Claim, ping, prepare_directory
+from kvctl_agent.observer.socket_claim import Claim, ask_hello, prepare_directory
 from tests.support.admin_server import AdminServer
 
 Serve = Callable[..., AdminServer]
@@ -236,7 +236,7 @@ class TestTakeOver:
         (directory / "file.sock").touch()
         begin = time.monotonic()
         for name in ("none.sock", "file.sock"):
-            assert ping(directory / name, timeout_ms=600_000) is None
+            assert ask_hello(directory / name, timeout_ms=600_000) is None
         assert time.monotonic() - begin < 300
 
     def test_closing_after_the_directory_is_gone(self, serve: Serve, directory: Path) -> None:
