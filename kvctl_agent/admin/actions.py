@@ -66,22 +66,23 @@ class AdminActions:
         return [self._answered(f"peer {peer}", answer, None)]
 
     def drain(self) -> list[ActionResult]:
-        before = self._parts.lifecycle.draining
-        try:
-            self._parts.lifecycle.begin_drain()
-        except LocalProtocolError as error:
-            raise self._refusal(str(error)) from None
+        before = self._change(self._parts.lifecycle.begin_drain)
         left = len(self._parts.telemetry.rooms)
         text = f"takes no new rooms; {f'{left} in flight: kvctl wait --for drained' if left else 'none in flight'}"
         return [self._done("rooms", "unchanged" if before else "draining", text)]
 
     def resume(self) -> list[ActionResult]:
+        before = self._change(self._parts.lifecycle.resume)
+        return [self._done("rooms", "accepting" if before else "unchanged", "takes new rooms")]
+
+    def _change(self, change: Callable[[], None]) -> bool:
+        """Begins or ends draining; returns whether the agent was draining before."""
         before = self._parts.lifecycle.draining
         try:
-            self._parts.lifecycle.resume()
+            change()
         except LocalProtocolError as error:
             raise self._refusal(str(error)) from None
-        return [self._done("rooms", "accepting" if before else "unchanged", "takes new rooms")]
+        return before
 
     def set(self, key: str, value: str) -> list[ActionResult]:
         parts = self._parts

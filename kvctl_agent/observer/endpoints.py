@@ -231,12 +231,12 @@ class RemoteEndpoint(NamedTuple):
     Attributes:
         endpoint: its address, with a trailing + for the first free port upwards.
         keys: the fleet's key pair.
-        clients: path of the client file.
+        clients: absolute path of the client file.
     """
 
     endpoint: str
     keys: KeyPair
-    clients: Path
+    clients: str
 
 
 def remote_endpoint(settings: Mapping[str, Any], keys: KeyPair | None) -> RemoteEndpoint | None:
@@ -262,7 +262,7 @@ def remote_endpoint(settings: Mapping[str, Any], keys: KeyPair | None) -> Remote
         raise ConfigError(
             f"admin_endpoint = {endpoint} needs admin_clients, a file with the keys of the permitted clients"
         )
-    return RemoteEndpoint(endpoint, keys, Path(settings["admin_clients"]).expanduser())
+    return RemoteEndpoint(endpoint, keys, str(Path(settings["admin_clients"]).expanduser().absolute()))
 
 
 def open_remote_endpoint(
@@ -285,7 +285,7 @@ def open_remote_endpoint(
         AdminError: the address cannot be bound, or the client file cannot be used.
     """
     try:
-        clients = Clients(remote.clients, complain)
+        clients = Clients(Path(remote.clients), complain)
     except KeyFileError as error:
         raise AdminError(f"admin_clients: {error}") from None
     authenticator = ZapAuthenticator(

@@ -41,16 +41,54 @@ def check_exports(settings: Mapping[str, Any]) -> tuple[Address, ...]:
 
 
 class Exports:
-    """Exporters that the configuration enables; `start` starts them. Raises as `check_exports`."""
+    """Exporters that the configuration enables."""
 
-    def __init__(self, settings: Mapping[str, Any], name: str, role: Role) -> None:
-        self._labels = {"agent": name, "role": role, "host": host_name(settings["host"])}
-        self._role: Role = role
-        self._spans_to: str = settings["otel_endpoint"]
-        self._endpoint: str = settings["metrics_endpoint"]
-        self._addresses = check_exports(settings)
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        name: str,
+        role: Role,
+        families: Families,
+        fold: Fold,
+        ready: Checks,
+        alive: Checks,
+        pid: int | str = "self",
+    ) -> None:
+        """Starts them.
+
+        Args:
+            families: returns the agent's current metrics.
+            fold: source of the finished rooms.
+            ready: returns the checks of the page `/readyz`.
+            alive: returns the checks of the page `/livez`.
+            pid: as for `metrics_page`.
+
+        Raises:
+            ConfigError: as `check_exports`, no port is free, or a package is not installed.
+        """
         self._server: PageServer | None = None
         self._spans: RoomSpans | None = None
+        if addresses := check_exports(settings):
+            pages = {
+                "/metrics": metrics_page(
+                    {"agent": name, "role": role, "host": host_name(settings["host"])}, families, pid
+                ),
+                "/readyz": probe_page("readyz", ready),
+                "/livez": probe_page("livez", alive, patient=True),
+            }
+            try:
+                self._server = PageServer(addresses, pages, "kvctl-metrics")
+            except OSError as error:
+                text = f"cannot bind metrics_endpoint {settings['metrics_endpoint']}: {error.strerror}"
+                raise ConfigError(text) from None
+            self._server.start()
+        if endpoint := settings["otel_endpoint"]:
+            try:
+                self._spans = RoomSpans(endpoint, name, role, fold)
+                self._spans.start()
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def metrics_url(self) -> str:
@@ -61,39 +99,6 @@ class Exports:
     def active(self) -> bool:
         """Whether an exporter runs."""
         return self._server is not None or self._spans is not None
-
-    def start(self, families: Families, fold: Fold, ready: Checks, alive: Checks, pid: int | str = "self") -> None:
-        """Starts the configured exporters.
-
-        Args:
-            families: returns the agent's current metrics.
-            fold: source of the finished rooms.
-            ready: returns the checks of the page `/readyz`.
-            alive: returns the checks of the page `/livez`.
-            pid: as for `metrics_page`.
-
-        Raises:
-            ConfigError: no port is free, or a package is not installed.
-        """
-        if self._addresses:
-            pages = {
-                "/metrics": metrics_page(self._labels, families, pid),
-                "/readyz": probe_page("readyz", ready),
-                "/livez": probe_page("livez", alive, patient=True),
-            }
-            try:
-                self._server = PageServer(self._addresses, pages, "kvctl-metrics")
-            except OSError as error:
-                text = f"cannot bind metrics_endpoint {self._endpoint}: {error.strerror}"
-                raise ConfigError(text) from None
-            self._server.start()
-        if self._spans_to:
-            try:
-                self._spans = RoomSpans(self._spans_to, self._labels["agent"], self._role, fold)
-                self._spans.start()
-            except BaseException:
-                self.close()
-                raise
 
     def close(self) -> None:
         """Stops the exporters; idempotent."""

@@ -232,12 +232,8 @@ class Fold:
 
 def limits_of(settings: Mapping[str, Any]) -> dict[str, int]:
     """Returns the keyword arguments of `Fold` that an agent's configuration sets."""
-    return {
-        "history": settings["history_rooms"],
-        "failed": settings["failed_rooms"],
-        "timeline_events": settings["timeline_events"],
-        "recorder_events": settings["recorder_events"],
-    }
+    events = {key: settings[key] for key in ("timeline_events", "recorder_events")}
+    return {"history": settings["history_rooms"], "failed": settings["failed_rooms"], **events}
 
 
 class FoldedRegion:

@@ -54,7 +54,6 @@ from kvctl_agent.observer.link_messages import (
     MessageSocket,
     Register,
     Registered,
-    Remote,
     Unable,
     Wake,
     from_observer,
@@ -366,19 +365,16 @@ class ObserverLink:
     def _registration(self, *, again: bool) -> Register:
         settings = {key: self._settings[key] for key in SETTINGS}
         remote = self._remote
-        endpoint = remote.endpoint if remote is not None else ""
         if again:  # ports may have been chosen by the kernel
-            endpoint = self.remote_address or endpoint
+            if remote is not None and self.remote_address:
+                remote = remote._replace(endpoint=self.remote_address)
             if self.metrics_url:
                 settings["metrics_endpoint"] = self.metrics_url.removeprefix("http://").partition("/")[0]
-        clients = None
-        if remote is not None:
-            clients = Remote(endpoint, remote.keys.public, remote.keys.secret, str(remote.clients.absolute()))
         variables = telemetry_variables()
         texts = {name: value for name, value in variables.items() if _is_text(name) and _is_text(value)}
         if not again and (unsent := [encodable(name) for name in variables if name not in texts]):
             self._note(f"its observer does without variables that are not UTF-8: {', '.join(unsent)}")
-        return Register(str(self._region.path), settings, clients, self._added, namespace("net"), texts)
+        return Register(str(self._region.path), settings, remote, self._added, namespace("net"), texts)
 
     def _first_message(self, messages: MessageSocket) -> object:
         until_s = time.monotonic() + _REGISTER_S

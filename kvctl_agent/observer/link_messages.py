@@ -17,20 +17,12 @@ import msgspec
 from kvctl_agent.contract.admin import MAX_REPLY_BYTES
 from kvctl_agent.contract.commands import Command
 from kvctl_agent.errors import RemoteProtocolError
+from kvctl_agent.observer.endpoints import RemoteEndpoint
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 256 << 10
 _MOST_DESCRIPTORS = 1
 _MOST_QUEUED_BYTES = 4 << 20
-
-
-class Remote(msgspec.Struct, frozen=True):
-    """A TCP admin endpoint, as in `RemoteEndpoint`."""
-
-    endpoint: str
-    public: bytes
-    secret: bytes
-    clients: str
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
@@ -47,7 +39,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
     region: str
     settings: dict[str, Any]
-    remote: Remote | None
+    remote: RemoteEndpoint | None
     commands: list[Command]
     network: int = 0
     environment: dict[str, str] = {}

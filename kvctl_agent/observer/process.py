@@ -40,9 +40,8 @@ from kvctl_agent.contract.admin import (
 )
 from kvctl_agent.contract.values import encodable
 from kvctl_agent.errors import AdminError, ConfigError, KvctlError, RegionError, RemoteProtocolError, RequestRefused
-from kvctl_agent.host.keys import KeyPair
 from kvctl_agent.host.sockets import directory_lock, peer_uid, prune, shortage
-from kvctl_agent.observer.endpoints import FRAME_LIMIT, AdminEndpoint, BatchEndpoint, ClientRequest, RemoteEndpoint
+from kvctl_agent.observer.endpoints import FRAME_LIMIT, AdminEndpoint, BatchEndpoint, ClientRequest
 from kvctl_agent.observer.link_messages import (
     Answer,
     Ask,
@@ -90,6 +89,7 @@ class Lease:
     def __init__(self, observer: Observer, connection: socket.socket) -> None:
         self._observer = observer
         self._messages = MessageSocket(connection)
+        self.reply = self._messages.send  # to the registration
         self._asked: dict[int, _Forwarded] = {}
         self._number = 0
         self.since_s = time.monotonic()
@@ -133,10 +133,6 @@ class Lease:
                 self._observer.leave(self)
                 return False
         return True
-
-    def reply(self, message: Registered | Unable) -> None:
-        """Replies to the registration."""
-        self._messages.send(message)
 
     def attach(self, worker: Worker) -> None:
         """Makes it the lease of a worker."""
@@ -443,7 +439,7 @@ class Observer:
                 worker.start(path)
             else:
                 with _environment(message.environment):
-                    worker.start(path, message.settings, _remote(message), message.commands)
+                    worker.start(path, message.settings, message.remote, message.commands)
                 served.black_box_s = message.settings["black_box_s"]
         except ValueError as error:
             self._forget(served)
@@ -525,7 +521,7 @@ class Observer:
             self._drop(lease)
         with contextlib.suppress(RegionError, OSError):  # its file may have been removed
             if worker.folded.reader.cells()[Cell.CLOSED_NS] == 0 and served.black_box_s > 0:
-                if (status := served.end_status()) is not None:
+                if served.process is not None and (status := end_status(served.process, worker.header)) is not None:
                     worker.folded.reader.set(Cell.END_STATUS, status + 1)
                 self._keep(served, time.monotonic_ns())
                 ended = served.path.with_suffix(ENDED_SUFFIX)
@@ -696,20 +692,10 @@ class _Served:
         self.black_box_s = black_box_s
         self.kept_s = 0.0
 
-    def end_status(self) -> int | None:
-        """Returns the exit status of the process; None if it is unknown."""
-        return None if self.process is None else end_status(self.process, self.worker.header)
-
 
 def _first_sequence() -> int:
     """Returns a number that is higher than all that an earlier observer has used: replies are numbered by them."""
     return time.monotonic_ns() // 1000
-
-
-def _remote(message: Register) -> RemoteEndpoint | None:
-    if (remote := message.remote) is None:
-        return None
-    return RemoteEndpoint(remote.endpoint, KeyPair(remote.public, remote.secret), Path(remote.clients))
 
 
 @contextlib.contextmanager

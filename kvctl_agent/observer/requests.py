@@ -46,21 +46,16 @@ def parse_frames(frames: Sequence[bytes]) -> bytes:
     """
     if not frames or frames[0] != MAGIC:
         first = bytes(frames[0][:8]) if frames else b""
-        raise RequestRefused(
-            ErrorCode.PROTOCOL, f"this is kvctl's admin socket: the first frame must be {MAGIC!r}, not {first!r}"
+        raise _refusal(
+            f"this is kvctl's admin socket: the first frame must be {MAGIC!r}, not {first!r}", ErrorCode.PROTOCOL
         )
     if len(frames) != 3:
-        raise RequestRefused(
-            ErrorCode.BAD_REQUEST, f"a request has 3 frames (magic, request id, JSON), this one has {len(frames)}"
-        )
+        raise _refusal(f"a request has 3 frames (magic, request id, JSON), this one has {len(frames)}")
     if len(frames[1]) > MAX_REQUEST_ID_BYTES:
-        raise RequestRefused(
-            ErrorCode.BAD_REQUEST,
-            f"the request id has {len(frames[1])} bytes, at most {MAX_REQUEST_ID_BYTES} are allowed",
-        )
+        raise _refusal(f"the request id has {len(frames[1])} bytes, at most {MAX_REQUEST_ID_BYTES} are allowed")
     if len(frames[2]) > MAX_REQUEST_BYTES:
-        raise RequestRefused(
-            ErrorCode.TOO_LARGE, f"the request has {len(frames[2])} bytes, at most {MAX_REQUEST_BYTES} are allowed"
+        raise _refusal(
+            f"the request has {len(frames[2])} bytes, at most {MAX_REQUEST_BYTES} are allowed", ErrorCode.TOO_LARGE
         )
     return frames[2]
 
@@ -75,27 +70,23 @@ def parse_body(body: bytes, commands: Mapping[str, Command] = COMMANDS_BY_NAME) 
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise RequestRefused(ErrorCode.BAD_REQUEST, f"the request is not JSON: {error}") from None
+        raise _refusal(f"the request is not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise RequestRefused(ErrorCode.BAD_REQUEST, 'the request must be an object {"cmd": ..., "args": {...}}')
+        raise _refusal('the request must be an object {"cmd": ..., "args": {...}}')
     for name in document:
         if name not in {"cmd", "args"}:
-            raise RequestRefused(
-                ErrorCode.BAD_REQUEST, f"unknown field {_shown(name)} in the request: it takes cmd and args"
-            )
+            raise _refusal(f"unknown field {_shown(name)} in the request: it takes cmd and args")
     name = document.get("cmd")
     if not isinstance(name, str):
-        raise RequestRefused(ErrorCode.BAD_REQUEST, "the request names no command: cmd must be a string")
+        raise _refusal("the request names no command: cmd must be a string")
     command = commands.get(name)
     if command is None:
-        raise RequestRefused(
-            ErrorCode.UNKNOWN_COMMAND, f"unknown command {_shown(name)}{near(name[:_SHOWN], commands)}"
-        )
+        raise _refusal(f"unknown command {_shown(name)}{near(name[:_SHOWN], commands)}", ErrorCode.UNKNOWN_COMMAND)
     arguments = document.get("args")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"args of {command.name} must be an object")
+        raise _refusal(f"args of {command.name} must be an object", ErrorCode.BAD_ARGUMENT)
     return Request(command, _arguments(command, arguments))
 
 
@@ -103,18 +94,15 @@ def _arguments(command: Command, arguments: Mapping[str, object]) -> dict[str, A
     declared = {arg.name: arg for arg in command.args}
     for name in arguments:
         if name not in declared:
-            takes = ", ".join(declared) or "no arguments"
-            raise RequestRefused(
-                ErrorCode.BAD_ARGUMENT,
-                f"{command.name} has no argument {_shown(name)} (it takes {takes}){near(name[:_SHOWN], declared)}",
-            )
+            takes = f"(it takes {', '.join(declared) or 'no arguments'}){near(name[:_SHOWN], declared)}"
+            raise _refusal(f"{command.name} has no argument {_shown(name)} {takes}", ErrorCode.BAD_ARGUMENT)
     checked = {}
     for arg in command.args:
         value = arguments.get(arg.name)
         if value is not None:
             checked[arg.name] = _value(command, arg, value)
         elif arg.required:
-            raise RequestRefused(ErrorCode.BAD_ARGUMENT, f"{command.name} needs the argument {arg.name}: {arg.help}")
+            raise _refusal(f"{command.name} needs the argument {arg.name}: {arg.help}", ErrorCode.BAD_ARGUMENT)
     return checked
 
 
@@ -147,9 +135,13 @@ def _value(command: Command, arg: Arg, value: object) -> Any:
                 expected = f"one of {', '.join(arg.choices)}{near(value[:_SHOWN], arg.choices)}"
             else:
                 expected = "a string"
-    raise RequestRefused(
-        ErrorCode.BAD_ARGUMENT, f"argument {arg.name} of {command.name} cannot be {_shown(value)}: expected {expected}"
+    raise _refusal(
+        f"argument {arg.name} of {command.name} cannot be {_shown(value)}: expected {expected}", ErrorCode.BAD_ARGUMENT
     )
+
+
+def _refusal(text: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> RequestRefused:
+    return RequestRefused(code, text)
 
 
 def _shown(value: object) -> str:

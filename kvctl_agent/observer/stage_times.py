@@ -7,7 +7,7 @@ layer group of the same chunk was ready.
 
 from __future__ import annotations
 
-from kvctl_agent.contract.snapshots import LayerRow, LayerStage
+from kvctl_agent.contract.snapshots import LayerRow
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.observer.room_records import FoldedRoom, Part
 from kvctl_agent.telemetry.clock import Clock
@@ -16,6 +16,7 @@ from kvctl_agent.telemetry.durations import LogHistogram
 MAX_GROUPS = 1024
 """Limit of (layer group, path) pairs in `StageTimes`, far above the number that any grouping produces."""
 
+_NO_TIMES = LogHistogram()
 _PartKey = tuple[int | None, int | None, str | None, tuple[int, int]]  # writer, chunk, peer and layers
 
 
@@ -62,7 +63,7 @@ class _Group:
             "path": path,
             "parts": self.parts,
             "bytes": self.bytes,
-            "stages": {stage: _summary(histograms.get(stage)) for stage in STAGES},
+            "stages": {stage: histograms.get(stage, _NO_TIMES).summary() for stage in STAGES},
             "exposed_ns": self.exposed_ns // self.compared if self.compared else None,
             "overlapped_ns": self.overlapped_ns // self.compared if self.compared else None,
         }
@@ -143,10 +144,3 @@ def _forward_done(record: FoldedRoom, clock: Clock) -> int | None:
     if record.forward_done_at is not None:
         return record.forward_done_at
     return clock.now_ns() if record.finished_at is None else record.finished_at
-
-
-def _summary(histogram: LogHistogram | None) -> LayerStage:
-    if histogram is None:
-        return {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
-    p50, p90, p99 = histogram.quantiles(0.50, 0.90, 0.99)
-    return {"p50_ns": p50, "p90_ns": p90, "p99_ns": p99, "count": histogram.count}

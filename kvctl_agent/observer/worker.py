@@ -125,15 +125,16 @@ class Worker:
             if remote is not None and not service.remote_address:
                 service.bind_remote(remote)
             if settings is not None and self.exports is None:
-                exports = Exports(settings, self.name, self.rank.role)
-                exports.start(
+                self.exports = Exports(
+                    settings,
+                    self.name,
+                    self.rank.role,
                     partial(self.call, "metrics"),
                     self.folded.fold,
                     partial(self._fresh, "readyz", partial(readiness, self.rank)),
                     partial(self._fresh, "livez", partial(liveness, self.rank)),
                     self.header.pid,
                 )
-                self.exports = exports
         except BaseException:
             service.close()
             raise

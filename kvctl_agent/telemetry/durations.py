@@ -61,6 +61,11 @@ class LogHistogram:
             durations.append(_middle(bucket))
         return durations
 
+    def summary(self) -> LatencySummary:
+        """Returns some quantiles, and the number of durations."""
+        p50, p90, p99 = self.quantiles(0.50, 0.90, 0.99)
+        return {"p50_ns": p50, "p90_ns": p90, "p99_ns": p99, "count": self.count}
+
 
 def _middle(bucket: int) -> int:
     """Returns the midpoint, in ns, of the range of bucket number `bucket`."""

@@ -15,7 +15,7 @@ from kvctl_agent.contract.values import all_encodable
 from kvctl_agent.telemetry import records as rec
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.durations import InterpreterWaits, Latencies
-from kvctl_agent.telemetry.flight_recorder import Entry, FlightRecorder
+from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Counters, Sample
 from kvctl_agent.telemetry.nvtx_ranges import NvtxRanges
 from kvctl_agent.telemetry.region import MOST_RECORD_BYTES, Cell, Document, Header, RegionWriter
@@ -56,7 +56,7 @@ class Telemetry:
         self.ranges: NvtxRanges | None = None
         self._role = role
         self.metrics = Counters(self.region)
-        self.recorder = FlightRecorder(self.clock, self._record)
+        self.recorder = FlightRecorder(self.clock, lambda entry: self._append((rec.NOTED, *entry)))
         self.rooms = RoomRecords(self._append, role)
         self.latencies = Latencies()
         self.transfers = TransferLog(self._append)
@@ -162,9 +162,6 @@ class Telemetry:
                 self.collected = []
         finally:
             self._flushing.release()
-
-    def _record(self, entry: Entry) -> None:
-        self._append((rec.NOTED, *entry))
 
     def _encoded_series(self, count: int) -> bytes:
         """Encodes the first series of the counters; one that MessagePack has no form for is left without a name."""

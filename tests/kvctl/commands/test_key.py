@@ -81,7 +81,7 @@ def agent(home: Path, kvctl: Any, canned: Any, socket_directory: Path) -> Iterat
     clients.write_text(f"read {(home / 'default.pub').read_text()}")
     clients.chmod(0o600)
     handlers = {c.name: lambda _: canned.status("decode-0") for c in COMMANDS if c.name not in SERVED_HERE}
-    remote = RemoteEndpoint("tcp://127.0.0.1:*", read_pair(home / "fleet.key"), clients)
+    remote = RemoteEndpoint("tcp://127.0.0.1:*", read_pair(home / "fleet.key"), str(clients))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(COMMANDS_BY_NAME, "events", Command("events", "", Level.OPERATE, COMMANDS_BY_NAME["events"].args))
         with AdminServer(

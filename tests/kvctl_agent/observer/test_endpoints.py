@@ -87,7 +87,7 @@ def demanding(monkeypatch: pytest.MonkeyPatch) -> dict[Level, str]:
 
 @pytest.fixture
 def server(demanding: dict[Level, str], serve: Serve, clients_file: Path, metrics: Metrics) -> AdminServer:
-    return serve(remote=RemoteEndpoint("tcp://127.0.0.1:*", FLEET, clients_file), metrics=metrics)
+    return serve(remote=RemoteEndpoint("tcp://127.0.0.1:*", FLEET, str(clients_file)), metrics=metrics)
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ class TestConfiguration:
         self, serve: Serve, server: AdminServer, clients_file: Path
     ) -> None:
         taken = int(server.remote_address.rpartition(":")[2])
-        other = serve("other", remote=RemoteEndpoint(f"{server.remote_address}+", FLEET, clients_file))
+        other = serve("other", remote=RemoteEndpoint(f"{server.remote_address}+", FLEET, str(clients_file)))
         assert taken < int(other.remote_address.rpartition(":")[2]) < taken + 256
         other.close()
 
@@ -260,7 +260,7 @@ class TestConfiguration:
         self, serve: Serve, server: AdminServer, clients_file: Path
     ) -> None:
         with pytest.raises(AdminError, match=r"cannot bind admin_endpoint .*Address already in use"):
-            serve("other", remote=RemoteEndpoint(server.remote_address, FLEET, clients_file))
+            serve("other", remote=RemoteEndpoint(server.remote_address, FLEET, str(clients_file)))
         with pytest.raises(AdminError, match="admin_clients: cannot read"):
-            serve("other", remote=RemoteEndpoint("tcp://127.0.0.1:*", FLEET, clients_file.with_name("none")))
+            serve("other", remote=RemoteEndpoint("tcp://127.0.0.1:*", FLEET, str(clients_file.with_name("none"))))
         serve("other").close()  # the name was given back

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvctl_agent.errors import ConfigError
-from kvctl_agent.observer.exports import Exports
+from kvctl_agent.observer.exports import Exports, check_exports
 from kvctl_agent.observer.fold import Fold
 from kvctl_agent.observer.probes import Check
 from kvctl_agent.telemetry.clock import Clock
@@ -28,11 +28,11 @@ def settings(**given: Any) -> dict[str, Any]:
     }
 
 
-def start(exports: Exports) -> Fold:
+def start(name: str = "decode-0", **given: Any) -> tuple[Exports, Fold]:
     fold = Fold("decode-0", "decode", Clock(), **LIMITS)
     fold.metrics.add("kvctl_rooms_opened_total", 1)
-    exports.start(fold.metrics.snapshot, fold, lambda: [Check("peers", "none")], lambda: [Check("control-loop")])
-    return fold
+    ready, alive = [Check("peers", "none")], [Check("control-loop")]
+    return Exports(settings(**given), name, "decode", fold.metrics.snapshot, fold, lambda: ready, lambda: alive), fold
 
 
 def get(exports: Exports, path: str) -> tuple[int, str]:
@@ -46,27 +46,25 @@ def get(exports: Exports, path: str) -> tuple[int, str]:
 
 def test_others_may_not_reach_it_unless_that_is_wanted() -> None:
     with pytest.raises(ConfigError, match=r"can be reached from other machines.*set metrics_public"):
-        Exports(settings(metrics_endpoint="0.0.0.0:9400"), "decode-0", "decode")
-    Exports(settings(metrics_endpoint="0.0.0.0:9400", metrics_public=True), "decode-0", "decode")
-    Exports(settings(metrics_endpoint="0.0.0.0:9400", insecure=True), "decode-0", "decode")
+        start(metrics_endpoint="0.0.0.0:9400")
+    for allowed in ("metrics_public", "insecure"):
+        assert check_exports(settings(metrics_endpoint="0.0.0.0:9400", **{allowed: True}))
 
 
 def test_what_is_no_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="metrics_endpoint = 'localhost:9400' is not an address: write address:port"):
-        Exports(settings(metrics_endpoint="localhost:9400"), "decode-0", "decode")
+        start(metrics_endpoint="localhost:9400")
 
 
 def test_nothing_is_opened_unless_it_is_asked_for() -> None:
-    exports = Exports(settings(), "decode-0", "decode")
-    fold = start(exports)
+    exports, fold = start()
     assert exports.metrics_url == ""
     assert fold.on_finish is None
     exports.close()
 
 
 def test_opened_and_closed() -> None:
-    exports = Exports(settings(metrics_endpoint="[::1]:0", host="node-7"), "decode-0", "decode")
-    start(exports)
+    exports, _ = start(metrics_endpoint="[::1]:0", host="node-7")
     try:
         assert exports.metrics_url.startswith("http://[::1]:")
         status, text = get(exports, "/metrics")
@@ -74,7 +72,7 @@ def test_opened_and_closed() -> None:
         assert 'kvctl_rooms_opened_total{agent="decode-0",host="node-7",role="decode"} 1' in text
         port = exports.metrics_url.rpartition(":")[2].removesuffix("/metrics")
         with pytest.raises(ConfigError, match=f"cannot bind metrics_endpoint .*:{port}: Address already in use"):
-            start(Exports(settings(metrics_endpoint=f"[::1]:{port}"), "decode-1", "decode"))
+            start("decode-1", metrics_endpoint=f"[::1]:{port}")
     finally:
         exports.close()
         exports.close()
@@ -82,8 +80,7 @@ def test_opened_and_closed() -> None:
 
 def test_probes_need_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    exports = Exports(settings(metrics_endpoint="127.0.0.1:0"), "decode-0", "decode")
-    start(exports)
+    exports, _ = start(metrics_endpoint="127.0.0.1:0")
     try:
         assert get(exports, "/livez") == (200, "[+]control-loop ok\nlivez check passed\n")
         assert get(exports, "/readyz") == (503, "[-]peers failed: none\nreadyz check failed\n")

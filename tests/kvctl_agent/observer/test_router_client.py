@@ -86,7 +86,7 @@ def test_it_asks_over_tcp_with_keys(agent: Callable[..., Any], serve: Serve, tmp
     key, server_key = tmp_path / "router.key", tmp_path / "fleet.pub"
     key.write_text(f'public = "{router.public.hex()}"\nsecret = "{router.secret.hex()}"\n')
     server_key.write_text(f"{fleet.public.hex()} fleet\n")
-    server = serve(own={"cost": lambda _: COST}, remote=RemoteEndpoint("tcp://127.0.0.1:*", fleet, clients))
+    server = serve(own={"cost": lambda _: COST}, remote=RemoteEndpoint("tcp://127.0.0.1:*", fleet, str(clients)))
     assert server.remote_address is not None
     assert agent(server.remote_address, str(key), str(server_key), timeout_ms=60_000).ask("cost") == COST
     stranger = agent(server.remote_address, timeout_ms=200)

@@ -38,7 +38,7 @@ def agents(keys: Path, canned: Any, socket_directory: Path) -> Iterator[Callable
         handlers = {
             command.name: lambda _: canned.status(name) for command in COMMANDS if command.name not in SERVED_HERE
         }
-        remote = RemoteEndpoint("tcp://127.0.0.1:*", read_pair(keys / "fleet.key"), clients)
+        remote = RemoteEndpoint("tcp://127.0.0.1:*", read_pair(keys / "fleet.key"), str(clients))
         server = AdminServer(name, handlers, lambda: canned.hello(name), socket_directory, remote=remote)
         servers.append(server.start())
         return server
