@@ -107,12 +107,11 @@ class TestOverlap:
         assert (row["exposed_ns"], row["overlapped_ns"]) == (50, 50)
 
 
-def test_a_runaway_of_groups_is_bounded_and_counted() -> None:
+def test_a_runaway_of_groups_is_bounded() -> None:
     times = StageTimes("prefill-0")
     for layer in range(MAX_GROUPS + 5):
         add(times, (layer, layer + 1), "bulk", 1, {"ready": 0})
     assert len(times.rows()) == MAX_GROUPS
-    assert times.dropped == 5
 
 
 class TestRoom:
