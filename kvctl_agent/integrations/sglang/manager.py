@@ -27,7 +27,7 @@ from kvctl_agent.contract.choices import ALL, RANK0
 from kvctl_agent.contract.sglang import mode
 from kvctl_agent.contract.values import shown
 from kvctl_agent.integrations.engine_agent import EngineAgent, attempt
-from kvctl_agent.integrations.sglang import layer_pipelining, pools, scheduler_turns, versions
+from kvctl_agent.integrations.sglang import layer_pipelining, pools, releases, scheduler_turns, versions
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT
 from kvctl_agent.integrations.sglang.rank_names import dp_rank, rank_axes
 from kvctl_agent.integrations.sglang.unsupported import check_supported
@@ -51,10 +51,11 @@ class KvctlKVManager(CommonKVManager):
     Attributes:
         agent: the rank's agent.
         on_gpu: whether the rank's pool is in the memory of a GPU.
+        unhooked: whether layers should be pipelined and this release of SGLang does not fit the hooks.
     """
 
+    unhooked = False
     supports_role_switch = True
-    supports_deferred_decode_kv_release = True
     reports_transfer_latency = True
 
     def __init__(
@@ -68,6 +69,9 @@ class KvctlKVManager(CommonKVManager):
         """
         prefill = disaggregation_mode == DisaggregationMode.PREFILL
         check_supported(args, server_args, prefill=prefill, mla=bool(is_mla_backend or args.is_hybrid_mla_backend))
+        self.supports_deferred_decode_kv_release = (
+            get_parallel().attn_tp_size == 1 or releases.ranks_agree_on_held_pages()
+        )
         # Rooms in SGLang's tables, whose states `on_state` writes there.
         self._open: dict[int, Send | Receive] = {}
         self._open_lock = threading.Lock()
@@ -168,7 +172,7 @@ class KvctlKVManager(CommonKVManager):
         ).start()
         scheduler_turns.watch(agent.note_turn)
         if prefill and agent.settings["pipeline"] != "off":
-            layer_pipelining.install()
+            self.unhooked = not layer_pipelining.install()
         return agent
 
     def _gather(self, own: tuple[int, Any]) -> list[tuple[int, Any]]:
@@ -274,7 +278,7 @@ class KvctlKVManager(CommonKVManager):
 
     def _decline(self, addr: str, room: int, cause: str) -> None:
         try:
-            group = room % get_parallel().num_dp_ranks
+            group = room % releases.num_dp_ranks()
             self.agent.decline(room, cause, prefill=str(CLIENT.row(addr, group, _CLOSE_S)))
         except KvctlError as error:
             logger.warning(_UNDECLINED, room, error)
@@ -313,12 +317,20 @@ class KvctlKVManager(CommonKVManager):
         with self.failure_lock:
             self.failure_records.setdefault(bootstrap_room, failure_reason)
 
-    def state_lists(self, state_indices: Any) -> list[Any]:
-        """Returns the item indices of each state component of the pool, from SGLang's list for each of its own."""
+    def state_lists(self, state_indices: Any, prefix_tokens: int) -> list[Any]:
+        """Returns the item indices of each state component of the pool, from SGLang's list for each of its own.
+
+        Args:
+            prefix_tokens: tokens of the prompt that decode has cached; their index rows are left out.
+        """
         if not state_indices:
             return []
-        lists = [state_indices[component] for component in self._components]
-        return [() if items is None else items for items in lists]
+        prefix = prefix_tokens // self.kv_args.page_size if releases.sends_index_rows_of_prefix() else 0
+        kinds = self.kv_args.state_types
+        return [
+            () if items is None else items[prefix * (kinds[component] in pools.INDEX_ROWS) :]
+            for component, items in ((component, state_indices[component]) for component in self._components)
+        ]
 
     # ---- decode ----------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ _NHD = "nhd"
 # State components that are divided over tensor-parallel ranks as the KV heads are; MAMBA says so for each tensor. The
 # others are whole on every rank.
 _BY_HEADS = (StateType.SWA, StateType.BLOCK_SCALE, StateType.BLOCK_SCALE_SWA, StateType.MINIMAX_DENSE_KV)
+# Components with an item for each page of the prompt after decode's prefix.
+INDEX_ROWS = (StateType.DSA, StateType.MINIMAX_INDEX_K)
 # Components whose items are not named by one list of item numbers.
 _UNSUPPORTED = (StateType.DSA_TAIL, StateType.SWA_RING, StateType.DSV4_REQUEST_STATE)
 
@@ -38,6 +40,7 @@ class Facts(NamedTuple):
         draft_mla: whether the draft model has latent rows.
         swa_heads: KV heads of this rank in the pool of sliding-window layers; 0 without one.
         nhd: whether a page is `[tokens, heads, dim]`, so that heads can be divided.
+        swa_nhd: the same of sliding-window layers.
         element_bytes: bytes of an element as it is stored.
         kv_dtype: elements of the KV, and the order within a page if it is another one.
         draft_dtype, swa_dtype: the same of the draft model, and of sliding-window layers; "" without.
@@ -50,6 +53,7 @@ class Facts(NamedTuple):
     draft_mla: bool
     swa_heads: int
     nhd: bool
+    swa_nhd: bool
     element_bytes: int
     kv_dtype: str
     draft_dtype: str
@@ -75,6 +79,7 @@ def announced(queue: Any) -> Iterator[None]:
         draft_mla=draft is not None and is_mla_backend(draft),
         swa_heads=getattr(swa, "head_num", 0),
         nhd=getattr(pool, "kv_cache_layout", None) == _NHD,
+        swa_nhd=getattr(swa, "kv_cache_layout", None) == _NHD,
         element_bytes=pool.store_dtype.itemsize,
         kv_dtype=_dtype_of(pool),
         draft_dtype=_dtype_of(draft),
@@ -255,7 +260,7 @@ def _geometry(
         return _Tensor(item_bytes, rows, heads, blocks if sum(blocks) == heads * tp_size else (heads * tp_size,))
     if mla or kind not in _BY_HEADS:
         return whole
-    if kind == StateType.SWA and args.swa_kv_cache_layout == _NHD and facts.swa_heads == facts.heads:
+    if kind == StateType.SWA and facts.swa_nhd and facts.swa_heads == facts.heads:
         return _Tensor(item_bytes, args.page_size, facts.heads, (facts.total_heads,))
     return _Tensor(item_bytes, 1, 1, (tp_size,))  # an item is opaque, and only equal TP sizes fit
 

@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferError
+from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvctl_agent import KvctlError, Receive
 from kvctl_agent.contract.values import shown
 from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT, BootstrapError
 from kvctl_agent.integrations.sglang.prompt_digests import UNKNOWN
+from kvctl_agent.integrations.sglang.transfer_ends import Receiver
 
 logger = logging.getLogger("kvctl")
 
@@ -23,7 +24,7 @@ _LOOK_UP_S = 5.0  # SGLang's own timeout
 _LOOK_UP_AGAIN_S = 0.5  # of a server that was known; the scheduler stands still meanwhile
 
 
-class KvctlKVReceiver(CommonKVReceiver):
+class KvctlKVReceiver(Receiver):
     """Receiver of one room: a `Receive` behind SGLang's interface, from `send_metadata` on."""
 
     _handle: Receive | None = None
@@ -101,7 +102,7 @@ class KvctlKVReceiver(CommonKVReceiver):
             prefill=self._endpoint,
             prefix_tokens=decode_prefix_len or 0,
             aux_index=aux_index,
-            state_indices=self.kv_mgr.state_lists(state_indices),
+            state_indices=self.kv_mgr.state_lists(state_indices, decode_prefix_len or 0),
             **self.prompt._asdict(),
         )
         self._begin()

@@ -10,17 +10,19 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferError
+from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvctl_agent import Send
 from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.integrations.sglang.deferred_free import DeferredFree
+from kvctl_agent.integrations.sglang.layer_pipelining import count_undivided
 from kvctl_agent.integrations.sglang.prompt_digests import announced_prompt
+from kvctl_agent.integrations.sglang.transfer_ends import Sender
 
 logger = logging.getLogger("kvctl")
 
 
-class KvctlKVSender(CommonKVSender):
+class KvctlKVSender(Sender):
     """Sender of one room: a `Send` behind SGLang's interface.
 
     Attributes:
@@ -36,16 +38,18 @@ class KvctlKVSender(CommonKVSender):
     _listed = True  # whether the entries of the room in SGLang's tables are those of this request
     _refusal: str | None = None  # why the request failed without an entry there
     curr_idx: int  # pages sent so far, counted from the end of the decode side's prefix
-    _early_send_wait_event: Any  # device event of the next pages, which an earlier forward writes
-    _transfer_start_time: float | None
+    _early_send_wait_event: Any = None  # device event of the next pages, which an earlier forward writes
+    _transfer_start_time: float | None = None
 
-    def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
-    ) -> None:
-        """Begins to send the room; decode ranks may open it before or after."""
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
+        """Begins to send the room; decode ranks may open it before or after.
+
+        Args:
+            args, kwargs: of SGLang's sender, whose number depends on the release.
+        """
         self._refusal = mgr.refusal(bootstrap_room)
         self.deferred_free = DeferredFree()
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
         self._prompt = announced_prompt()
         if self._refusal is not None:
             self._listed, self.conclude_state = False, KVPoll.Failed
@@ -97,6 +101,8 @@ class KvctlKVSender(CommonKVSender):
 
     def _send(self, handle: Send, kv_indices: Any, state_indices: Any) -> None:
         self._note_start()
+        if self.kv_mgr.unhooked and self.groups is None:
+            count_undivided(self, self.num_kv_indices * self.kv_mgr.kv_args.page_size)
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(kv_indices)
         last = self.curr_idx == self.num_kv_indices
         event, self._early_send_wait_event = self._early_send_wait_event, None
@@ -105,7 +111,7 @@ class KvctlKVSender(CommonKVSender):
             handle.pages(pages, last=last, event=event)
         if last:
             self._finished = True
-            handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices))
+            handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices, self.pop_decode_prefix_len()))
 
     def _note_start(self) -> None:
         """Notes when the transfer begins, for SGLang's metrics."""

@@ -24,12 +24,15 @@ def check_supported(args: Any, server_args: Any, *, prefill: bool, mla: bool) ->
         ValueError: something is not supported; the text names all of it, and what to use instead.
     """
     parallel, disagg = get_parallel(), get_disagg()
+    policy = getattr(disagg, "disaggregation_decode_allocation_policy", "early")  # before 0.5.22 there is no other
     refused = {
-        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "--enable-kv-cache-sharding": getattr(parallel, "enable_kv_cache_sharding", False),
         "layers split over context-parallel ranks (--enable-dsa-cache-layer-split)": (
             parallel.enable_dsa_cache_layer_split
         ),
-        "one group for CP and TP (--enable-cp-tp-group-sharing)": parallel.enable_cp_tp_group_sharing,
+        "one group for CP and TP (--enable-cp-tp-group-sharing)": getattr(
+            parallel, "enable_cp_tp_group_sharing", False
+        ),
         "decode context parallelism (--dcp-size) of a model with KV heads, per-request state or a draft model": (
             parallel.attn_dcp_size > 1 and bool(not mla or args.state_types or args.num_draft_entries)
         ),
@@ -40,12 +43,12 @@ def check_supported(args: Any, server_args: Any, *, prefill: bool, mla: bool) ->
         "SGLANG_MOONCAKE_CUSTOM_MEM_POOL=INTRA_NODE_NVLINK, which has SGLang's metadata on the GPU": (
             os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL") == "INTRA_NODE_NVLINK"
         ),
-        "--disaggregation-decode-allocation-policy prefill_complete": (
-            disagg.disaggregation_decode_allocation_policy != "early"
-        ),
+        "--disaggregation-decode-allocation-policy prefill_complete": policy != "early",
         "HiSparse (--enable-hisparse)": getattr(server_args, "enable_hisparse", False),
         "unified memory (--enable-unified-memory)": get_memory().enable_unified_memory,
-        "compressed KV of DeepSeek-V4": bool(getattr(args, "mla_compression_ratios", None) or args.kv_layout),
+        "compressed KV of DeepSeek-V4": any(
+            getattr(args, name, None) for name in ("mla_compression_ratios", "kv_layout")
+        ),
     }
     reasons = [what for what, is_on in refused.items() if is_on]
     if reasons:

@@ -1,7 +1,8 @@
 """Versions of SGLang that the plugin supports, and the interfaces of SGLang that it relies on.
 
 `mismatch` compares them with the SGLang of this process before anything of it is changed, so that a release with other
-interfaces is left as it is.
+interfaces is left as it is. Older forms of an interface that are supported are in `OLDER_FORMS`; `transfer_ends` and
+`releases` bridge the difference.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 from kvctl_agent.contract.snapshots import Integration
 
-SUPPORTED: tuple[str, ...] = ("0.5.23",)
-"""Releases that the plugin was tested with; their post-releases count as the same."""
+SUPPORTED: tuple[str, ...] = ("0.5.21", "0.5.22", "0.5.23")
+"""Releases that the plugin was tested with, the newest last; their post-releases count as the same."""
 
 _D = "sglang.srt.disaggregation"
 
@@ -46,6 +47,7 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
     f"{_D}.common.conn:CommonKVManager.clear_deferred_abort_state": ("self", "bootstrap_room"),
     f"{_D}.common.conn:CommonKVManager._start_heartbeat_checker_thread": ("self",),
     f"{_D}.common.conn:CommonKVManager._handle_node_failure": ("self", "failed_bootstrap_addr"),
+    f"{_D}.common.conn:CommonKVManager._resolve_rank_mapping": ("self", "info"),
     f"{_D}.common.conn:CommonKVSender": ("mgr", "bootstrap_addr", "bootstrap_room", "req_has_disagg_prefill_dp_rank"),
     f"{_D}.common.conn:CommonKVSender.init": ("self", "num_kv_indices", "aux_index"),
     f"{_D}.common.conn:CommonKVSender.send": (
@@ -133,6 +135,32 @@ OBSERVED_INTERFACES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# Other forms of these interfaces in older releases that are supported; None: the release does not have it.
+OLDER_FORMS: Mapping[str, tuple[tuple[str, ...] | None, ...]] = {
+    # 0.5.22 and 0.5.21
+    f"{_D}.common.conn:CommonKVSender.send": (("self", "kv_indices", "state_indices", "num_kv_tokens"),),
+    f"{_D}.common.conn:CommonKVSender._poll_with_status": (None,),
+    f"{_D}.common.conn:CommonKVReceiver.send_metadata": (
+        ("self", "kv_indices", "aux_index", "state_indices", "decode_prefix_len", "destination"),
+    ),
+    f"{_D}.common.conn:CommonKVManager.handle_chunk_ready": (None,),
+    # 0.5.21
+    f"{_D}.common.conn:CommonKVSender": (
+        (
+            "mgr",
+            "bootstrap_addr",
+            "bootstrap_room",
+            "dest_tp_ranks",
+            "pp_rank",
+            "req_has_disagg_prefill_dp_rank",
+        ),
+    ),
+    f"{_D}.common.conn:CommonKVReceiver._poll": (None,),
+    f"{_D}.common.conn:CommonKVReceiver._clear": (None,),
+    f"{_D}.prefill:SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill": (None,),
+}
+
+
 def installed() -> str | None:
     """Returns the version of the installed SGLang; None if there is none."""
     try:
@@ -152,13 +180,16 @@ def mismatch(interfaces: Mapping[str, tuple[str, ...]] = INTERFACES) -> str | No
     if version is None or re.sub(r"\.post\d+$", "", version) not in SUPPORTED:
         return f"SGLang {version} is not supported (supported: {', '.join(SUPPORTED)})"
     for name, expected in interfaces.items():
+        older = OLDER_FORMS.get(name, ())
         try:
             found = _parameters(pkgutil.resolve_name(name))
         except AttributeError as error:
+            if None in older:
+                continue
             return f"SGLang {version} has no {name} ({error})"
         except Exception as error:
             return f"SGLang {version} cannot be imported: {first_cause(error)}"
-        if found is not None and found != expected:
+        if found is not None and found != expected and found not in older:
             return f"SGLang {version}: {name} has parameters ({', '.join(found)}), expected ({', '.join(expected)})"
     return None
 

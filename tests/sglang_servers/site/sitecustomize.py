@@ -5,7 +5,8 @@ attribute: a class that can be derived from, called, subscripted and used as a d
 
 SGLang's NIXL manager registers KV pools as device memory wherever they are. NIXL is made to take that for host memory.
 SGLang's checksum kernel of pages is for CUDA alone: the CPU computes another sum, with a line in the log for each.
-Its attention backend for the CPU lacks a method that DP attention calls.
+Its attention backend for the CPU lacks a method that DP attention calls. Before 0.5.22 its allocator of pages has
+kernels for GPUs alone.
 """
 
 from __future__ import annotations
@@ -105,12 +106,39 @@ def _pads_like_other_backends(module: Any) -> None:
     module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
+class _HostKernel:
+    """A kernel that is called as one of Triton: `kernel[grid](...)`."""
+
+    def __init__(self, compute: Callable[..., None]) -> None:
+        self._compute = compute
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._compute
+
+
+def _allocates_on_the_host(module: Any) -> None:
+    """Replaces the kernels of the allocator of pages, in releases that have no others for the CPU."""
+    if hasattr(module, "alloc_decode_naive"):
+        return
+
+    def extend(prefixes: Any, ends: Any, last: Any, free: Any, out: Any, _: int, page_size: int) -> None:
+        module.alloc_extend_naive(prefixes, ends, last, free, out, page_size, out.device)
+
+    def decode(ends: Any, last: Any, free: Any, out: Any, _: int, page_size: int) -> None:
+        pages = iter(free.tolist())
+        for row, (end, slot) in enumerate(zip(ends.tolist(), last.tolist(), strict=True)):
+            out[row] = slot + 1 if (end - 1) % page_size else next(pages) * page_size
+
+    module.alloc_extend_kernel, module.alloc_decode_kernel = _HostKernel(extend), _HostKernel(decode)
+
+
 # What is changed in modules after they ran, by their names.
 CHANGES: dict[str, Callable[[Any], None]] = {
     "nixl_cu12._api": _nixl_takes_host_memory,
     "nixl_cu13._api": _nixl_takes_host_memory,
     "sglang.srt.disaggregation.checksum": _checksums_on_the_host,
     "sglang.srt.layers.attention.torch_native_backend": _pads_like_other_backends,
+    "sglang.srt.mem_cache.allocator.paged": _allocates_on_the_host,
 }
 
 

@@ -1,5 +1,6 @@
 """What SGLang's scheduler does with its KV manager: sleep mode, the end of a role, and the polls of a sender."""
 
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -146,6 +147,7 @@ ODD_ROOMS = (-1, 2**64, 2**70, True, 1.5, "7", None)
 
 def begin_odd_rooms(scheduler: Any) -> list[str]:
     """Begins requests whose rooms are no unsigned 64-bit numbers; returns why they failed."""
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
     from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
 
     manager, causes = scheduler.kv_manager, []
@@ -153,8 +155,10 @@ def begin_odd_rooms(scheduler: Any) -> list[str]:
     kind = KVClassType.RECEIVER if decode else KVClassType.SENDER
     end_class = get_kv_class(TransferBackend("kvctl"), kind)
     address = next(iter(manager.prefill_info_table)) if decode else "127.0.0.1:1"
+    before_0_5_22 = "pp_rank" in inspect.signature(CommonKVSender).parameters
+    more = {"dest_tp_ranks": [0], "pp_rank": 0} if before_0_5_22 and not decode else {}
     for room in ODD_ROOMS:
-        end = end_class(manager, address, room)
+        end = end_class(manager, address, room, **more)
         end.init(0) if decode else end.init(1, 0)
         if decode:
             end.send_metadata(np.array([1], np.int32), 0)

@@ -8,6 +8,7 @@ import pickle
 import sys
 import types
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,21 @@ from typing import Any
 import torch
 import torch.distributed
 
+from kvctl_agent.integrations.sglang import versions
 from tests.support.sglang import stand_ins
 from tests.support.sglang.cases import Case, Place, Role, places
 
-FOLDER = Path(__file__).parents[3] / ".venv" / "sglang"
-VERSION = "0.5.23"
+# Another release than that of `requirements.txt`: `make try-sglang`.
+FOLDER = Path(os.environ.get("SGLANG", Path(__file__).parents[3] / ".venv" / "sglang")).absolute()
+VERSION = next((each.version for each in distributions(name="sglang", path=[str(FOLDER)])), "")
 HOST = "127.0.0.1"
+# Before 0.5.23 SGLang's own staging needs CUDA, and no stand-in for it would be SGLang's.
+STAGES_HOST_MEMORY = (
+    "_STAGING_SUPPORTED_DEVICE_TYPES"
+    in (FOLDER / "sglang" / "srt" / "disaggregation" / "common" / "staging_buffer.py").read_text()
+    if FOLDER.is_dir()
+    else True
+)
 MODULES = (
     "mem_cache.memory_pool",
     "mem_cache.swa_memory_pool",
@@ -140,9 +150,10 @@ class Runtime:
             attn_dp_rank=attn_dp_rank,
             attn_dcp_size=ranks.dcp,
             attn_dcp_rank=place.tp % ranks.dcp,
-            dp_size=1 if attention else ranks.dp,
+            dp_size=1 if attention and not _before_0_5_22() else ranks.dp,  # with groups of attention before
+            enable_dp_attention=attention,
             dp_rank=None if attention or ranks.dp == 1 else place.dp,
-            num_dp_ranks=ranks.dp,
+            num_dp_ranks=None if _before_0_5_22() else ranks.dp,
             pp_size=ranks.pp,
             pp_rank=place.pp,
             pp_group=self.pp,
@@ -169,7 +180,7 @@ class Runtime:
                     disaggregation_decode_allocation_policy="early",
                     disaggregation_decode_enable_radix_cache=True,
                     disaggregation_decode_enable_offload_kvcache=False,
-                    disaggregation_decode_host_receive_threshold=1,
+                    disaggregation_decode_host_receive_threshold=0 if _before_0_5_22() else 1,  # off
                     disaggregation_decode_polling_interval=1,
                     disaggregation_enable_kv_checksum=False,
                     disaggregation_ib_device=None,
@@ -229,6 +240,11 @@ def import_sglang() -> None:
         setattr(context, name, lambda name=name: SETTINGS[name])
     for module in MODULES:
         importlib.import_module(f"sglang.srt.{module}")
+    versions.SUPPORTED = (*versions.SUPPORTED, VERSION)  # one that is tried
+
+
+def _before_0_5_22() -> bool:
+    return not hasattr(importlib.import_module("sglang.srt.runtime_context"), "num_dp_ranks_of")
 
 
 def _nixl_takes_host_memory() -> None:

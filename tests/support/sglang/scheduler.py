@@ -4,6 +4,7 @@ The queues, senders and receivers, and the code between them (`send_kv_chunk`, `
 ...) are SGLang's own: what its scheduler would raise in a server is raised here.
 """
 
+import inspect
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -78,12 +79,18 @@ class Request:
         self.output_topk_p = torch.zeros(0)
         self.output_topk_index = torch.zeros(0, dtype=torch.int64)
         self.output_dsa_topk_indices = None
+        self.multimodal_inputs = None
         self.hidden = hidden
         self.sent = 0  # chunks
         self.started = time.monotonic()
 
     def get_mm_token_counts(self) -> tuple[int, int, int]:
         return (self.bootstrap_room % 5, 0, 0)
+
+    @property
+    def extend_range(self) -> SimpleNamespace:
+        """`extend_end` before 0.5.22."""
+        return SimpleNamespace(end=self.extend_end)
 
     def finish_prefill(self) -> None:
         """The first token and what speculative decoding adds to it: a function of the room."""
@@ -116,6 +123,12 @@ class Request:
         """The reason that the request was aborted with, or nothing."""
         reason = self.finished_reason
         return str(reason.arguments[0]) if type(reason).__name__ == "FINISH_ABORT" else ""
+
+
+def create(kind: Any, **arguments: Any) -> Any:
+    """Returns an object of a class of SGLang, made with those of the arguments that its release takes."""
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in arguments.items() if name in known})
 
 
 class _Scheduler:
@@ -237,7 +250,9 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
             self.disagg_prefill_inflight_queue: list[Request] = []
             self.disagg_prefill_pending_chunk_rids: set[str] = set()
             self.requests: list[Request] = []
-            self.disagg_prefill_bootstrap_queue = prefill.PrefillBootstrapQueue(
+            self.disagg_prefill_bootstrap_queue = create(
+                prefill.PrefillBootstrapQueue,
+                gloo_group=runtime.attn_tp.cpu_group,
                 token_to_kv_pool=self.pools.kv,
                 draft_token_to_kv_pool=self.pools.draft,
                 req_to_metadata_buffer_idx_allocator=self.req_to_metadata_buffer_idx_allocator,
@@ -271,8 +286,7 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
 
         def step(self) -> bool:
             busy = False
-            queue = self.disagg_prefill_bootstrap_queue
-            self.waiting_queue.extend(queue.pop_bootstrapped())
+            self.waiting_queue.extend(self.pop_bootstrapped())
             self.resolve_waiting_queue_bootstrap()
             for req in list(self.requests):
                 if req.failure:  # given up before its last chunk
@@ -290,6 +304,19 @@ def prefill_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
                 metric = req.disagg_kv_sender.get_transfer_metric()
                 self.end(req, moved=None if req.failure else metric.transfer_total_bytes)
             return busy or bool(done)
+
+        def pop_bootstrapped(self) -> list[Request]:
+            queue = self.disagg_prefill_bootstrap_queue
+            if runtime.pp.world_size == 1 or "pp_good_rids" not in inspect.signature(queue.pop_bootstrapped).parameters:
+                return list(queue.pop_bootstrapped())
+            # Before 0.5.22 its scheduler asks all pipeline stages.
+            polls = prefill.poll_and_all_reduce_attn_cp_tp_group(
+                [req.disagg_kv_sender for req in queue.queue], self.attn_cp_cpu_group, self.attn_tp_cpu_group
+            )
+            rids = [req.rid for req in queue.queue]
+            good = self.stages_see(rids, polls, KVPoll.WaitingForInput)
+            bad = self.stages_see(rids, polls, KVPoll.Failed, of_any=True)
+            return list(queue.pop_bootstrapped(pp_good_rids=good, pp_bad_rids=bad))
 
         def advance(self, req: Request) -> None:
             """One forward: the next chunk of the request, whose KV is then sent."""
@@ -403,11 +430,19 @@ def decode_scheduler(runtime: Runtime, deadline_s: float, say: Say) -> Any:
             self.released: list[tuple[Request, list[torch.Tensor]]] = []
             self.requests: list[Request] = []
             self.disagg_decode_prealloc_queue: Any = None
-            self.transfers = decode.DecodeTransferQueue(
-                self.req_to_metadata_buffer_idx_allocator, self.disagg_metadata_buffers, self, self.tree_cache
+            self.transfers = create(
+                decode.DecodeTransferQueue,
+                gloo_group=runtime.attn_tp.cpu_group,
+                req_to_metadata_buffer_idx_allocator=self.req_to_metadata_buffer_idx_allocator,
+                tp_rank=runtime.place.tp,
+                metadata_buffers=self.disagg_metadata_buffers,
+                scheduler=self,
+                tree_cache=self.tree_cache,
             )
             self.disagg_decode_transfer_queue = self.transfers
-            self.disagg_decode_prealloc_queue = PreallocQueue(
+            self.disagg_decode_prealloc_queue = create(
+                PreallocQueue,
+                gloo_group=runtime.attn_tp.cpu_group,
                 req_to_token_pool=self.pools,
                 token_to_kv_pool_allocator=self.pools,
                 draft_token_to_kv_pool=self.pools.draft,

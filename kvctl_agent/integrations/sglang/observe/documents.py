@@ -18,6 +18,7 @@ from kvctl_agent.integrations.observe import documents
 from kvctl_agent.integrations.observe.documents import peer_row
 from kvctl_agent.integrations.sglang.observe.manager_state import engine_of
 from kvctl_agent.integrations.sglang.observe.tracker import Tracker
+from kvctl_agent.integrations.sglang.releases import staging_context
 from kvctl_agent.observer.documents import Builder, Diagnosis
 from kvctl_agent.telemetry.region import Document
 
@@ -66,7 +67,7 @@ def _rooms(tracker: Tracker) -> Iterator[Diagnosis]:
 
 def _ring(manager: Any) -> Any:
     """Returns SGLang's StagingAllocator; None on a prefill rank and without staging."""
-    return getattr(manager._staging_ctx, "allocator", None)
+    return getattr(staging_context(manager), "allocator", None)
 
 
 def _staging(manager: Any, tracker: Tracker) -> Iterator[Mapping[str, Any]]:
@@ -96,7 +97,7 @@ def _allocations(manager: Any, tracker: Tracker) -> list[RingAllocation]:
     ring = _ring(manager)
     if ring is None:
         return []
-    receivers = getattr(manager._staging_ctx, "room_receivers", {}).copy().values()
+    receivers = getattr(staging_context(manager), "room_receivers", {}).copy().values()
     infos = (info for receiver in receivers for info in list(getattr(receiver, "chunk_staging_infos", ())))
     uncopied = {info[0] for info in infos}  # serials of the regions that SGLang has not begun to copy
     now_ns = time.monotonic_ns()
@@ -152,7 +153,7 @@ def _gated_parts(manager: Any, tracker: Tracker) -> Iterator[GatedPart]:
 
 
 def _buffers(manager: Any) -> StagingBuffers | None:
-    sizes = [buffer.get_size() for buffer in getattr(manager._staging_ctx, "buffers", None) or ()]
+    sizes = [buffer.get_size() for buffer in getattr(staging_context(manager), "buffers", None) or ()]
     if not sizes:
         return None
     return {
@@ -220,7 +221,7 @@ def _peers(manager: Any, tracker: Tracker) -> Iterator[PeerRow]:
             error = f"its server's bootstrap address {peer.server} does not answer" if state == "lost" else None
             yield make(peer.name, f"tcp://{endpoint}", state, max(0, now_ns - peer.answered_ns), error)
         return
-    watermarks = getattr(manager._staging_ctx, "remote_watermarks", {})
+    watermarks = getattr(staging_context(manager), "remote_watermarks", {})
     for session, info, state in _known_peers(manager, tracker):
         error = "a transfer to it failed, and SGLang sends it nothing any more" if state == "lost" else None
         endpoint = _endpoint(info)

@@ -14,6 +14,7 @@ from kvctl_agent.integrations.observe.hooks import Hooks, after, before
 from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker, Writer
 from kvctl_agent.integrations.sglang.rank_names import prefill_name
+from kvctl_agent.integrations.sglang.releases import staging_context
 
 EVENTS = "_kvctl_events"
 """Attribute of a manager that has its `EventQueue`."""
@@ -224,6 +225,15 @@ def _apply_prefill_status(
         events_of(manager).add(Tracker.failed, now_ns(), bootstrap_room, reason, prefill_rank)
 
 
+def _check_transfer_done(_: int, done: bool, manager: Any, room: int) -> None:
+    """NIXL before 0.5.23: a decode rank counts what has arrived, and no method is called at the end."""
+    if done:
+        events = events_of(manager)
+        for rank in list(manager.transfer_statuses[room].expected_kvs_per_pp):
+            events.add(Tracker.writer_done, now_ns(), room, rank)
+        events.add(Tracker.status_changed, now_ns(), room, _SUCCESS)
+
+
 def _handle_chunk_ready(_: int, handled: bool, manager: Any, msg: list[bytes]) -> None:
     if handled and int(msg[1]) in manager.request_status:
         rank = int(msg[6]) if len(msg) > 6 else None
@@ -232,7 +242,7 @@ def _handle_chunk_ready(_: int, handled: bool, manager: Any, msg: list[bytes]) -
 
 def _handle_staging_req(_: int, __: None, manager: Any, msg: list[bytes]) -> None:
     room, chunk, pages = int(msg[1]), int(msg[2]), int(msg[3])
-    receiver = manager._staging_ctx.room_receivers.get(room)
+    receiver = staging_context(manager).room_receivers.get(room)
     infos = getattr(receiver, "chunk_staging_infos", ())
     if chunk >= len(infos):
         return
@@ -271,6 +281,7 @@ MANAGER: Hooks = (
     (after, "send_kvcache_slice", _sent("slice")),
     (after, "send_kvcache_staged", _sent("staged")),
     (after, "_await_handles", _await_handles),
+    (after, "check_transfer_done", _check_transfer_done),
     (after, "handle_chunk_ready", _handle_chunk_ready),
     (after, "_handle_staging_req", _handle_staging_req),
 )

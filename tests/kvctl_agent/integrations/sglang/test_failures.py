@@ -34,7 +34,7 @@ def pair(sglang_process: None) -> Iterator[PDPair]:
 def pages_held(scheduler: Any) -> int:
     """Failed requests whose pages decode may not use again."""
     scheduler.transfers.resolve_deferred_releases()
-    return int(scheduler.transfers.num_pending_deferred_releases())
+    return len(scheduler.transfers._deferred_releases)
 
 
 def check_others(outcome: Outcome, failed: set[int]) -> None:

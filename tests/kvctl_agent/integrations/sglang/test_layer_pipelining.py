@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent.integrations.sglang.layer_pipelining import forward_of
+from kvctl_agent.integrations.sglang.layer_pipelining import count_undivided, forward_of
 from kvctl_agent.layout.layer_grouping import Grouping
 
 GROUPS = (range(4, 6), range(6, 8), range(8, 9))
@@ -254,3 +254,11 @@ def test_pages_are_whole_numbers_of_32_bits(scheduler: Scheduler) -> None:
     request.disagg_kv_sender.pass_layers = lambda group, start, pages, last, event: kept.append(pages)
     scheduler.forward(request).end(None)
     assert {pages.dtype for pages in kept} == {np.dtype(np.int32)}
+
+
+def test_a_request_that_the_hooks_do_not_see_is_counted_as_undivided(scheduler: Scheduler) -> None:
+    request = scheduler.request(1, 40, 40)
+    count_undivided(request.disagg_kv_sender, 48)
+    (forward,) = scheduler.forwards
+    assert (forward.tokens, forward.split_forward) == ((48,), False)
+    assert request.disagg_kv_sender.groups == ()

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.sglang.cases import Case, Ranks, Room
 from tests.support.sglang.pair import PDPair, in_sglang
-from tests.support.sglang.runtime import SETTINGS
+from tests.support.sglang.runtime import SETTINGS, VERSION
 
 STOCK = {"nixl": "NixlKVManager", "mooncake": "MooncakeKVManager", "kvctl": None}
 
@@ -67,7 +67,7 @@ def test_backend_is_a_choice_beside_sglangs_own() -> None:
     found = in_sglang(load)
     assert found.choice
     assert found.managers == STOCK | {"kvctl": "KvctlKVManager"}
-    assert found.lines == ["kvctl plugin loaded: mode backend, SGLang 0.5.23"]
+    assert found.lines == [f"kvctl plugin loaded: mode backend, SGLang {VERSION}"]
 
 
 def test_replace_gives_the_name_nixl_the_same_classes() -> None:

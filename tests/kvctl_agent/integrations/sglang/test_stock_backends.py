@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.sglang.cases import Case, Model, Ranks, Room
 from tests.support.sglang.pair import PDPair
+from tests.support.sglang.runtime import STAGES_HOST_MEMORY
 
 ROOMS = [
     Room(1, tokens=100),
@@ -33,6 +34,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_rooms_arrive_whole(name: str) -> None:
+    if CASES[name].staging and not STAGES_HOST_MEMORY:
+        pytest.skip("staging of this release of SGLang needs CUDA")
     with PDPair(CASES[name]) as pair:
         assert {rank.names["manager"].lower() for rank in pair.all()} == {f"{CASES[name].backend}kvmanager"}
         rooms = [dataclasses.replace(room, decode_dp=i % CASES[name].decode.dp) for i, room in enumerate(ROOMS)]

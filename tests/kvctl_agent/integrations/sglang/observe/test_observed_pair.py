@@ -14,12 +14,14 @@ import pytest
 
 from tests.support.sglang.cases import Case, Model, Ranks, Room
 from tests.support.sglang.pair import PDPair
+from tests.support.sglang.runtime import STAGES_HOST_MEMORY, VERSION
 
 OBSERVE = {"KVCTL_SGLANG": "observe", "KVCTL_OBSERVER": "process"}
 HEADS_8 = Model(heads=8, layers=2)
 TOKEN_BYTES = HEADS_8.layers * 2 * HEADS_8.heads * HEADS_8.head_dim * 2
 STAGED = {"prefill": Ranks(tp=2), "model": HEADS_8, "staging": True}
 DEADLINE_S = 30.0
+with_staging = pytest.mark.skipif(not STAGES_HOST_MEMORY, reason="staging of this release of SGLang needs CUDA")
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,7 @@ def doctor() -> list[Any]:
     return [row for row in kvctl("doctor") if row["rank"] is not None]
 
 
+@with_staging
 def test_rooms_of_staging_from_both_ends_until_decode_is_frozen(sockets: Path) -> None:
     rooms = [Room(1, tokens=64), Room(2, tokens=128, chunks=(64,))]
     with PDPair(Case("nixl", environment=OBSERVE, **STAGED)) as pair:
@@ -74,7 +77,7 @@ def test_rooms_of_staging_from_both_ends_until_decode_is_frozen(sockets: Path) -
         assert {path.stat().st_mode & 0o777 for path in sockets.glob("*.sock")} == {0o600}
         status = kvctl("status")
         assert sorted(row["name"].partition("@")[0] for row in status) == ["decode-tp0", "prefill-tp0", "prefill-tp1"]
-        observe = {"engine": "sglang", "engine_version": "0.5.23", "mode": "observe", "settings": {}}
+        observe = {"engine": "sglang", "engine_version": VERSION, "mode": "observe", "settings": {}}
         assert [row["integration"] for row in status] == [observe] * 3
         rows = until(lambda: kvctl("rooms", "history"), lambda rows: len(rows) == 6)
         assert {row["state"] for row in rows} == {"Success"}
@@ -126,6 +129,7 @@ def test_rooms_of_equal_ranks_until_prefill_is_killed(backend: str) -> None:
         assert "its process has ended" in first["cause"]
 
 
+@with_staging
 @pytest.mark.parametrize("backend", ["nixl", "mooncake"])
 def test_doctor_names_a_staging_pool_that_is_too_small(backend: str) -> None:
     model = Model(heads=8, layers=32, head_dim=64)
