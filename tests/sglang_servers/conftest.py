@@ -1,4 +1,8 @@
-"""Fleets of real SGLang servers, one for each mode in turn, and the tokens of an undivided server."""
+"""Fleets of real SGLang servers, one for each mode in turn, and the tokens of an undivided server.
+
+Servers run on the CPU, or on two GPUs with SGLANG_GPUS=2: there with SGLang's own flags, so with overlap scheduling, CUDA
+graphs of decode, and schedulers that spin when idle.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from kvctl.lab.demo.sglang_checkpoint import CONFIG, HEAD_DIM, LAYERS, write_checkpoint
 from kvctl.lab.demo.sglang_servers import (
+    COMMON_FLAGS,
     CPU_ENVIRONMENT,
     CPU_FLAGS,
     Fleet,
@@ -38,14 +43,23 @@ MODES = {
     "observe": ("nixl", "observe"),
 }
 HERE = Path(__file__).parent
-# What these servers need beside flags.
-ENVIRONMENT = {
-    **CPU_ENVIRONMENT,
-    # The plugin is that of this checkout, wherever the installed one is from.
-    "PYTHONPATH": os.pathsep.join([str(HERE / "site"), str(HERE.parents[1])]),
-    "SGLANG_EXTERNAL_MODEL_PACKAGE": "tiny_models",
-    "KVCTL_OBSERVER": "process",
-}
+GPUS = int(os.environ.get("SGLANG_GPUS", "0"))
+# What these servers need beside flags. The plugin is that of this checkout, wherever the installed one is from.
+ENVIRONMENT = {"KVCTL_OBSERVER": "process"}
+if GPUS:
+    ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    # Several servers share a GPU, so that its free memory changes while one starts.
+    ENVIRONMENT["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
+else:
+    ENVIRONMENT |= CPU_ENVIRONMENT
+    ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), str(HERE.parents[1])])
+    ENVIRONMENT["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "tiny_models"
+# float32, as on the CPU: the order of a sum changes no token.
+GPU_FLAGS = (
+    *("--dtype", "float32", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--mem-fraction-static", "0.1", "--cuda-graph-max-bs-decode", "16", "--cuda-graph-backend-prefill", "disabled"),
+    "--disable-custom-all-reduce",
+)
 # Prompts that are longer than this are prefilled in chunks.
 CHUNK_TOKENS = 64
 # Of the bootstrap server of the decode server that becomes a prefill server.
@@ -76,8 +90,8 @@ def batch_policy() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """That of the environment with SGLang."""
-    return Path(os.environ["SGLANG_VENV"]) / "bin" / "python"
+    """That of the environment with SGLang: on a GPU this one."""
+    return Path(sys.executable) if GPUS else Path(os.environ["SGLANG_VENV"]) / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
@@ -132,9 +146,26 @@ class Undivided:
         return self._known[key]
 
 
+def fleet_of(python: Path, model: Path, folder: Path, environment: dict[str, str], overlap: bool = False) -> Fleet:
+    """Returns a fleet without servers; `overlap`: with overlap scheduling also on the CPU."""
+    if GPUS:
+        common = [flag for flag in COMMON_FLAGS if flag != "--sleep-on-idle"]
+        return Fleet(python, model, folder, GPU_FLAGS, environment, common)
+    if overlap:
+        # SGLang orders a prefix that it sends early behind a CUDA event, which a CPU does not have.
+        environment = {**environment, "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
+    flags = [flag for flag in CPU_FLAGS if not (overlap and flag == "--disable-overlap-schedule")]
+    return Fleet(python, model, folder, flags, environment)
+
+
+def placed(flags: Sequence[str], gpu: int) -> Sequence[str]:
+    """Returns a server's flags with its first GPU, unless it has a rank on each."""
+    return (*flags, "--base-gpu-id", str(gpu)) if GPUS and "2" not in flags else flags
+
+
 @pytest.fixture(scope="session")
 def undivided(python: Path, model: Path, folder: Path) -> Iterator[Undivided]:
-    fleet = Fleet(python, model, folder, CPU_FLAGS, {**ENVIRONMENT, "KVCTL_SGLANG": "off"})
+    fleet = fleet_of(python, model, folder, {**ENVIRONMENT, "KVCTL_SGLANG": "off"})
     server = fleet.server("undivided")
     with fleet:
         yield Undivided(server)
@@ -271,10 +302,6 @@ def servers(
     environment = {**ENVIRONMENT, "KVCTL_SGLANG": plugin, "KVCTL_SOCKET_DIR": str(at / "sockets")}
     if request.param == TRACED:
         environment |= {"KVCTL_OTEL_ENDPOINT": traces.url, "OTEL_BSP_SCHEDULE_DELAY": "200"}
-    flags = [flag for flag in CPU_FLAGS if flag != "--disable-overlap-schedule" or "overlap" not in request.param]
-    if "overlap" in request.param:
-        # SGLang orders a prefix that it sends early behind a CUDA event, which a CPU does not have.
-        environment["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"
     with_layers = request.param.startswith("layers")
     if with_layers:
         environment |= {"KVCTL_PIPELINE": "on", "KVCTL_PIPELINE_GROUP_SIZE": "3"}
@@ -284,14 +311,14 @@ def servers(
         # Nobody is killed here.
         environment["SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE"] = "24"
     of_fleet = qwen3 if with_attention else deep if with_layers else model
-    fleet = Fleet(python, of_fleet, at, flags, environment)
+    fleet = fleet_of(python, of_fleet, at, environment, "overlap" in request.param)
     prefills, decodes = FLEETS[request.param]
     running = Servers(
         mode,
         fleet,
         at / "sockets",
-        {size: fleet.prefill(f"prefill-{size}", backend, *PREFILLS[size]) for size in prefills},
-        {size: fleet.decode(f"decode-{size}", backend, *DECODES[size]) for size in decodes},
+        {size: fleet.prefill(f"prefill-{size}", backend, *placed(PREFILLS[size], 0)) for size in prefills},
+        {size: fleet.decode(f"decode-{size}", backend, *placed(DECODES[size], 1)) for size in decodes},
         fleet.router("router"),
         Undivided(fleet.server("alone")) if of_fleet is not model else None,
     )

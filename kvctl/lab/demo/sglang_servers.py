@@ -31,7 +31,7 @@ LOG_LINES = 40
 _INDENTED = " " * 16
 
 # Of every server: the tiny model has no tokenizer, and the pool is as small as the model.
-_FLAGS = (
+COMMON_FLAGS = (
     *("--skip-tokenizer-init", "--random-seed", "7", "--max-total-tokens", "8192", "--max-running-requests", "16"),
     *("--page-size", "16", "--enable-metrics", "--sleep-on-idle"),
 )
@@ -246,7 +246,7 @@ class Fleet:
         folder: Path,
         flags: Sequence[str],
         environment: Mapping[str, str],
-        common: Sequence[str] = _FLAGS,
+        common: Sequence[str] = COMMON_FLAGS,
     ) -> None:
         self.python = python
         self.model = model
