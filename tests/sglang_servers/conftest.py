@@ -1,6 +1,6 @@
 """Fleets of real SGLang servers, one for each mode in turn, and the tokens of an undivided server.
 
-Servers run on the CPU, or on two GPUs with SGLANG_GPUS=2: there with SGLang's own flags, so with overlap scheduling, CUDA
+Servers run on the CPU, or with SGLANG_GPUS=2 on two GPUs (1: those with one rank each on one): there with SGLang's own flags, so with overlap scheduling, CUDA
 graphs of decode, and schedulers that spin when idle.
 """
 
@@ -160,7 +160,7 @@ def fleet_of(python: Path, model: Path, folder: Path, environment: dict[str, str
 
 def placed(flags: Sequence[str], gpu: int) -> Sequence[str]:
     """Returns a server's flags with its first GPU, unless it has a rank on each."""
-    return (*flags, "--base-gpu-id", str(gpu)) if GPUS and "2" not in flags else flags
+    return (*flags, "--base-gpu-id", str(min(gpu, GPUS - 1))) if GPUS and "2" not in flags else flags
 
 
 @pytest.fixture(scope="session")
