@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvctl.lab.demo.sglang_servers import Answer, Prefill, Process, ServerError, post, together
-from tests.sglang_servers.conftest import SWITCH_PORT, Servers, Undivided
+from tests.sglang_servers.conftest import GPUS, SWITCH_PORT, Servers, Undivided
 from tests.sglang_servers.test_kvctl import rows
 from tests.sglang_servers.test_tokens import LENGTHS, prompt
 
@@ -66,7 +66,8 @@ def test_overlap_schedule_and_checksums(servers: Servers, undivided: Undivided) 
     check_tokens(prefill, decode, undivided, (43, 44))
     for log, count in zip(logs, before, strict=True):
         assert "'disable_overlap_schedule': False" in log.log_text()
-        assert log.log_text().count("host checksum of") - count == 2 * len(LENGTHS)
+        if not GPUS:  # there SGLang's kernel computes them, without a line in the log
+            assert log.log_text().count("host checksum of") - count == 2 * len(LENGTHS)
         assert "checksum mismatch" not in log.log_text()
 
 
