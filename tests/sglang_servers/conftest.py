@@ -56,9 +56,9 @@ else:
     ENVIRONMENT["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "tiny_models"
 # float32, as on the CPU: the order of a sum changes no token.
 GPU_FLAGS = (
-    *("--dtype", "float32", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.1", "--cuda-graph-max-bs-decode", "16", "--cuda-graph-backend-prefill", "disabled"),
-    "--disable-custom-all-reduce",
+    *("--dtype", "float32", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-custom-all-reduce", "--mem-fraction-static", "0.1"),
+    *("--cuda-graph-max-bs-decode", "16", "--cuda-graph-backend-prefill", "disabled"),
 )
 # Prompts that are longer than this are prefilled in chunks.
 CHUNK_TOKENS = 64
