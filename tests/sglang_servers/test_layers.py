@@ -93,5 +93,6 @@ def test_aborts_while_layers_are_sent(servers: Servers, pair: tuple[Prefill, Pro
         for server in (prefill.process, decode):
             request(f"{server.url}/abort_request", json.dumps({"rid": f"aborted-{number}"}).encode())
         client.join()
-    check(pair, alone, [prompt(length, seed=99) for length in LENGTHS])
+    # With seed 99 the undivided server itself generates other tokens on a GPU when it computes several prompts at once.
+    check(pair, alone, [prompt(length, seed=103) for length in LENGTHS])
     assert rows(servers, "rooms") == []
