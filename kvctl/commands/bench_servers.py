@@ -30,7 +30,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.health.host.view import sglang_problem
 from kvctl.lab.bench.machine import fingerprint, nvidia_gpus
 from kvctl.lab.bench.options import sweep_loads
-from kvctl.lab.bench.server_bench import ServerBench
+from kvctl.lab.bench.server_bench import CHECKED_TOKENS, ServerBench
 from kvctl.lab.bench.server_models import MODEL_SIZES, Model, model_of
 from kvctl.lab.bench.server_pairs import SIDES, UNDIVIDED, Pair, ServerPlan, Side, parse_sides
 from kvctl.lab.bench.server_views import SERVERS, blocks
@@ -109,7 +109,7 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
     try:
         loads = sweep_loads(options["concurrency"], options["tokens"], options["sweep"])
         output_tokens = options["output_tokens"] or _OUTPUT_TOKENS
-        longest = max(load.tokens.longest for load in loads) + output_tokens
+        longest = max(load.tokens.longest for load in loads) + max(output_tokens, CHECKED_TOKENS)
         sizes_given = {name: options[name] for name in MODEL_SIZES if options[name] is not None}
         model = model_of(options["model"], sizes_given, bool(gpus["prefill"]), longest)
     except ValueError as error:

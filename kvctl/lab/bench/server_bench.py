@@ -20,7 +20,8 @@ from kvctl.lab.ranks.request import Load
 
 SCHEMA = "kvctl.bench-servers/1"
 _CHECKED_LENGTHS = (1, 15, 17, 100, 1000, 4097)
-_CHECKED_TOKENS = 16
+CHECKED_TOKENS = 16
+"""Tokens that are generated after each prompt whose tokens are compared."""
 _LEAST_REQUESTS, _REQUESTS_A_SLOT = 12, 3
 _WARM_UP = -1  # in place of the number of a round
 _MAX_PROBLEMS = 3
@@ -134,7 +135,7 @@ class ServerBench:
                     self._step_of(each, "comparing tokens")
                     # In a thread, which Ctrl-C does not wait for.
                     each.tokens = [
-                        pool.submit(each.pair.generate, prompt, _CHECKED_TOKENS).result().tokens
+                        pool.submit(each.pair.generate, prompt, CHECKED_TOKENS).result().tokens
                         for prompt in self._checked_prompts(each.pair)
                     ]
                 self._step_of(each, "warming up")

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_servers import ServerRequest, resolve_servers
+from kvctl.lab.bench.server_bench import CHECKED_TOKENS
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.ranks.messages import Gpu
 from kvctl.lab.ranks.request import Load, Sizes, Tokens
@@ -44,6 +45,10 @@ def test_every_load_of_a_sweep_is_measured() -> None:
         *(("1024", 1), ("1024", 16), ("8192", 1), ("8192", 16))
     ]
     assert (request.plan.concurrency, request.plan.longest, request.requests, request.rounds) == (16, 8224, 5, 1)
+
+
+def test_prompts_whose_tokens_are_compared_fit_although_requests_generate_fewer_tokens() -> None:
+    assert ask("--tokens", "4096", "--output-tokens", "8").plan.longest == 4096 + CHECKED_TOKENS
 
 
 def test_without_comparing_there_is_no_undivided_server() -> None:

@@ -18,7 +18,7 @@ from kvctl_agent.contract.snapshots import RoomRow
 
 PATIENCE_S = 90.0
 # They start fleets of their own: their own tests.
-NOT_HERE = {"bench", "demo", "preflight", "tune"}
+NOT_HERE = {"bench", "bench-servers", "demo", "preflight", "tune"}
 COMMANDS = """
 status; status -e nobody; status -w 1 --from {file}
 hosts; agents; agents --prune; rooms; rooms history; rooms slow; rooms failed; rooms show {room}

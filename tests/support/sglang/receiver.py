@@ -1,4 +1,4 @@
-"""The receiver's module, imported over empty base classes; `sys.modules` has neither of them afterwards."""
+"""The receiver's module, imported over base classes that do nothing; `sys.modules` has none of them afterwards."""
 
 from __future__ import annotations
 
@@ -7,21 +7,39 @@ import sys
 import types
 from typing import Any
 
+_BASE = "sglang.srt.disaggregation.base.conn"
+_POLLS = "Failed Bootstrapping WaitingForInput Transferring Success"
+
+
+class _End:
+    """SGLang's sender or receiver, with the methods that its newest release has."""
+
+    def _poll_with_status(self) -> None: ...
+
+    def _clear(self) -> None: ...
+
+    def failure_exception(self) -> None: ...
+
+
 _BASES: dict[str, dict[str, Any]] = {
-    "sglang.srt.disaggregation.base.conn": {
-        "KVPoll": enum.IntEnum("KVPoll", "Failed Bootstrapping WaitingForInput Transferring Success", start=0),
+    _BASE: {
+        "KVPoll": enum.IntEnum("KVPoll", _POLLS, start=0, module=_BASE),
         "KVTransferDestination": enum.Enum("KVTransferDestination", "DEVICE HOST"),
     },
-    "sglang.srt.disaggregation.common.conn": {"CommonKVReceiver": object, "KVTransferError": Exception},
+    "sglang.srt.disaggregation.common.conn": {
+        "CommonKVReceiver": _End,
+        "CommonKVSender": _End,
+        "KVTransferError": Exception,
+    },
 }
-_RECEIVER = "kvctl_agent.integrations.sglang.receiver"
+_OVER_THEM = ("kvctl_agent.integrations.sglang.receiver", "kvctl_agent.integrations.sglang.transfer_ends")
 
 _installed = {name: types.ModuleType(name) for name in _BASES}
 for _name, _members in _BASES.items():
     vars(_installed[_name]).update(_members)
     while _name := _name.rpartition(".")[0]:
         _installed.setdefault(_name, types.ModuleType(_name))
-_before = {name: sys.modules.get(name) for name in (*_installed, _RECEIVER)}
+_before = {name: sys.modules.get(name) for name in (*_installed, *_OVER_THEM)}
 sys.modules.update(_installed)
 try:
     from kvctl_agent.integrations.sglang import receiver
