@@ -1,7 +1,7 @@
 """Fleets of real SGLang servers, one for each mode in turn, and the tokens of an undivided server.
 
-Servers run on the CPU, or on GPUs with SGLANG_GPUS=2 (1: those with one rank each): there with SGLang's own flags,
-so with overlap scheduling, CUDA graphs of decode, and schedulers that spin when idle.
+Servers run on the CPU, or on GPUs with SGLANG_GPUS=2 (1: those with one rank each): there with overlap scheduling, CUDA
+graphs of decode, and schedulers that spin when idle, as by default, but without SGLang's wheels of kernels.
 """
 
 from __future__ import annotations
