@@ -1,6 +1,6 @@
 """Measures `kvctl status` beside stock SGLang servers, and what observers cost these servers.
 
-For each side, starts a prefill and a decode server (kvctl/lab/bench/server_pairs.py), by default on one GPU. Under each
+For each side, starts a prefill and a decode server (kvctl/lab/bench/sglang_pairs.py), by default on one GPU. Under each
 load it calls `kvctl status` --looks times, one call after another, and counts the calls that got an answer of every
 agent. Then it measures the time to the first token in turns with and without observers at --rate Hz. The servers of all
 sides start together, each pair with a socket directory of its own.
@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.observers import Watch, look, looks
-from kvctl.lab.bench.server_models import model_of
-from kvctl.lab.bench.server_pairs import Pair, ServerPlan, Side, parse_sides
+from kvctl.lab.bench.sglang_models import model_of
+from kvctl.lab.bench.sglang_pairs import Pair, ServerPlan, Side, parse_sides
 from kvctl.lab.bench.statistics import percentile
 from kvctl.lab.demo.sglang_checkpoint import Llama, write_checkpoint
 from kvctl.lab.demo.sglang_servers import ServerError, wait_ready

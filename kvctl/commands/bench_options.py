@@ -19,7 +19,7 @@ from kvctl.lab.bench.options import (
     parse_sweep,
 )
 from kvctl.lab.bench.presets import PRESETS
-from kvctl.lab.bench.server_pairs import SIDES, UNDIVIDED, parse_sides
+from kvctl.lab.bench.sglang_pairs import SIDES, UNDIVIDED, parse_sides
 from kvctl.lab.ranks.request import (
     VERIFY_MODES,
     ComputeOptions,

@@ -15,8 +15,8 @@ from kvctl_agent import KvctlError, Receive
 from kvctl_agent.contract.values import shown
 from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.integrations.sglang.bootstrap_http import CLIENT, BootstrapError
+from kvctl_agent.integrations.sglang.common_conn import Receiver
 from kvctl_agent.integrations.sglang.prompt_digests import UNKNOWN
-from kvctl_agent.integrations.sglang.transfer_ends import Receiver
 
 logger = logging.getLogger("kvctl")
 

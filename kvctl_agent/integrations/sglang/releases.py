@@ -1,6 +1,6 @@
 """What differs between releases of SGLang in its scheduler and settings, one function for each difference.
 
-Each looks for the newer form, so that releases are told apart by what they have. `transfer_ends` does the same for
+Each looks for the newer form, so that releases are told apart by what they have. `common_conn` does the same for
 senders and receivers; `versions` lists the interfaces.
 """
 

@@ -14,10 +14,10 @@ from sglang.srt.disaggregation.common.conn import KVTransferError
 
 from kvctl_agent import Send
 from kvctl_agent.integrations.engine_agent import attempt
+from kvctl_agent.integrations.sglang.common_conn import Sender
 from kvctl_agent.integrations.sglang.deferred_free import DeferredFree
 from kvctl_agent.integrations.sglang.layer_pipelining import count_undivided
 from kvctl_agent.integrations.sglang.prompt_digests import announced_prompt
-from kvctl_agent.integrations.sglang.transfer_ends import Sender
 
 logger = logging.getLogger("kvctl")
 

@@ -1,7 +1,7 @@
 """Versions of SGLang that the plugin supports, and the interfaces of SGLang that it relies on.
 
 `mismatch` compares them with the SGLang of this process before anything of it is changed, so that a release with other
-interfaces is left as it is. Older forms of an interface that are supported are in `OLDER_FORMS`; `transfer_ends` and
+interfaces is left as it is. Older forms of an interface that are supported are in `OLDER_FORMS`; `common_conn` and
 `releases` bridge the difference.
 """
 

@@ -32,7 +32,7 @@ _BASES: dict[str, dict[str, Any]] = {
         "KVTransferError": Exception,
     },
 }
-_OVER_THEM = ("kvctl_agent.integrations.sglang.receiver", "kvctl_agent.integrations.sglang.transfer_ends")
+_OVER_THEM = ("kvctl_agent.integrations.sglang.receiver", "kvctl_agent.integrations.sglang.common_conn")
 
 _installed = {name: types.ModuleType(name) for name in _BASES}
 for _name, _members in _BASES.items():

@@ -19,7 +19,7 @@ from kvctl.lab.bench.html.sections import (
     stages,
     throughput,
 )
-from kvctl.lab.bench.server_views import SERVERS
+from kvctl.lab.bench.sglang_views import SERVERS
 from kvctl.lab.bench.variants import pages_text
 from kvctl.lab.bench.views import BENCH, DIMENSIONS, contestants, distinguishing, rounds_text, shape_words
 from kvctl.render import units

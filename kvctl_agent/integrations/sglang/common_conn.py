@@ -1,4 +1,4 @@
-"""SGLang's sender and receiver of a room, with the methods that releases before 0.5.23 leave to each backend.
+"""Sender and receiver of SGLang's `disaggregation/common/conn.py`, with what releases before 0.5.23 leave to backends.
 
 `Sender` and `Receiver` are SGLang's own classes where these have the methods, and otherwise classes derived from them.
 """

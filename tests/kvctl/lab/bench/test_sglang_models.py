@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.server_models import model_of
+from kvctl.lab.bench.sglang_models import model_of
 from kvctl.lab.demo.sglang_checkpoint import Llama, write_checkpoint
 
 

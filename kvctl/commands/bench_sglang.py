@@ -30,11 +30,11 @@ from kvctl.exit_codes import ExitCode
 from kvctl.health.host.view import sglang_problem
 from kvctl.lab.bench.machine import fingerprint, nvidia_gpus
 from kvctl.lab.bench.options import sweep_loads
-from kvctl.lab.bench.server_bench import CHECKED_TOKENS, ServerBench
-from kvctl.lab.bench.server_models import MODEL_SIZES, Model, model_of
-from kvctl.lab.bench.server_pairs import SIDES, UNDIVIDED, Pair, ServerPlan, Side, parse_sides
-from kvctl.lab.bench.server_views import SERVERS, blocks
 from kvctl.lab.bench.session import Steps
+from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS, ServerBench
+from kvctl.lab.bench.sglang_models import MODEL_SIZES, Model, model_of
+from kvctl.lab.bench.sglang_pairs import SIDES, UNDIVIDED, Pair, ServerPlan, Side, parse_sides
+from kvctl.lab.bench.sglang_views import SERVERS, blocks
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.bench.variants import size
 from kvctl.lab.demo.sglang_servers import CPU_ENVIRONMENT
@@ -190,7 +190,7 @@ def _flag(name: str) -> str:
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def bench_servers(output: Output, settings: Settings, options: Mapping[str, Any], given: Collection[str]) -> ExitCode:
+def bench_sglang(output: Output, settings: Settings, options: Mapping[str, Any], given: Collection[str]) -> ExitCode:
     """Runs the bench, prints and saves the results, and returns the exit code."""
     started_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     output.selection(SERVERS)

@@ -10,8 +10,8 @@ from click.core import ParameterSource
 from click.testing import CliRunner
 
 from kvctl.commands.bench import bench
-from kvctl.commands.bench_servers import ServerRequest, resolve_servers
-from kvctl.lab.bench.server_bench import CHECKED_TOKENS
+from kvctl.commands.bench_sglang import ServerRequest, resolve_servers
+from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.ranks.messages import Gpu
 from kvctl.lab.ranks.request import Load, Sizes, Tokens

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench import server_bench
+from kvctl.lab.bench import sglang_bench
 from kvctl.lab.bench.html.report import render
-from kvctl.lab.bench.server_bench import ServerBench, load_text
-from kvctl.lab.bench.server_pairs import Generated, Pair, ServerPlan, parse_sides
-from kvctl.lab.bench.server_views import SERVERS, blocks
+from kvctl.lab.bench.sglang_bench import ServerBench, load_text
+from kvctl.lab.bench.sglang_pairs import Generated, Pair, ServerPlan, parse_sides
+from kvctl.lab.bench.sglang_views import SERVERS, blocks
 from kvctl.lab.demo.sglang_servers import ServerError, Tokens
 from kvctl.lab.ranks.request import Load, Sizes
 from kvctl.lab.ranks.request import Tokens as Lengths
@@ -45,7 +45,7 @@ class StandIn(Pair):
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvctl.lab.demo.sglang_servers.Process.start", lambda self: None)
     monkeypatch.setattr("kvctl.lab.demo.sglang_servers.Process.check", lambda self: None)
-    monkeypatch.setattr(server_bench, "wait_ready", lambda processes, say: say("ready"))
+    monkeypatch.setattr(sglang_bench, "wait_ready", lambda processes, say: say("ready"))
 
 
 def bench_of(pairs: Sequence[Pair], rounds: int = 2, check: bool = True, said: list[str] | None = None) -> ServerBench:
@@ -132,7 +132,7 @@ def test_servers_that_do_not_start_are_noted_and_ended(tmp_path: Path, monkeypat
             raise ServerError("decode ended with 1\n--- the end of decode.log")
 
     ended: list[Path] = []
-    monkeypatch.setattr(server_bench, "wait_ready", dies)
+    monkeypatch.setattr(sglang_bench, "wait_ready", dies)
     monkeypatch.setattr("kvctl.lab.demo.sglang_servers.Process.end", lambda self: ended.append(self.log))
     bench = bench_of([StandIn(side, tmp_path, []) for side in ("nixl", "kvctl")])
     bench.run(all_at_once=False)
