@@ -58,7 +58,8 @@ def fleet(make_fleet: Any) -> Any:
     """A fleet with an active room, of which no part is sent yet."""
     fleet = make_fleet("loopback", prefill=(1, 1), decode=(1, 1)).start()
     fleet.room_in_progress = fleet.claim(fleet.receive(fleet.room(7, 8)))
-    until(lambda: fleet.decode[0].machine.rooms and fleet.prefill[0].machine.rooms, "the room is open")
+    (prefill,), (decode,) = fleet.prefill, fleet.decode
+    until(lambda: decode.machine.rooms[7].transfers and prefill.machine.rooms[7].transfers, "the room is open on both")
     return fleet
 
 
