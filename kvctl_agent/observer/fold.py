@@ -276,7 +276,8 @@ class FoldedRegion:
         if not self._resumed:
             self._resumed = True
             lost = self._replay(cells)
-        lost = self._apply() or lost
+        if cells[Cell.WRITTEN] != reader.position:
+            lost = self._apply() or lost
         self._count(cells[Cell.PUBLISHED + Document.COUNTERS])
         for cell, value in (
             (Cell.FOLDED, reader.position),

@@ -415,6 +415,8 @@ class Observer:
             settings = settings or published_settings(reader)
             worker = worker_of(reader, settings, _first_sequence())
             worker.act = partial(_unreachable, worker)
+            worker.siblings = self._served.__len__
+            worker.service.moment = self.loop.moment
             served = _Served(path, worker, open_process(reader.header), settings["black_box_s"])
         except BaseException:
             reader.close()

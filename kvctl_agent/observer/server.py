@@ -84,6 +84,7 @@ class AdminService:
         path: path of the Unix socket while it is bound.
         remote_address: TCP endpoint with its actual port; "" if there is none.
         endpoints: the bound sockets.
+        moment: returns an object that stays the same while the loop answers requests that have arrived before.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class AdminService:
         self._socket: tuple[int, int] | None = None
         self.remote_address = ""
         self.endpoints: list[AdminEndpoint] = []
+        self.moment: Callable[[], object] = object
 
     def add(self, command: Command, handler: Handler) -> None:
         """Adds a command that `contract.commands` does not declare."""
@@ -342,6 +344,7 @@ class ServerLoop:
         self._poll_s = _FIRST_POLL_S
         self._replenish_s = 0.0
         self._stopping = self._closed = False
+        self._moment = object()
         self.watch(self._wake, self._read_wake)
 
     def watch(self, descriptor: int, ready: Callable[[], None], *, writable: bool = False) -> None:
@@ -375,6 +378,10 @@ class ServerLoop:
             if self._services.pop(endpoint, None) is not None:
                 self.unwatch(endpoint.fileno())
                 self._again.pop(endpoint, None)
+
+    def moment(self) -> object:
+        """Returns `AdminService.moment` of services that this loop serves."""
+        return self._moment
 
     def wake(self) -> None:
         """Makes the loop turn at once; for any thread."""
@@ -434,6 +441,7 @@ class ServerLoop:
             if requests and not endpoint.level_triggered:
                 self._again[endpoint] = service
             self._arrived.extend((service, endpoint, request) for request in requests)
+        self._moment = object()
         for _ in range(len(self._arrived)):
             service, endpoint, request = self._arrived.popleft()
             if self._services.get(endpoint) is not service:
@@ -446,6 +454,7 @@ class ServerLoop:
                 self._poll_s = _FIRST_POLL_S
         if self._pending:
             waiting, self._pending = self._pending, []
+            self._moment = object()
             now_s = time.monotonic()
             for each in waiting:
                 behind = now_s < each.due_s and each.endpoint.is_behind(each.received.identity)

@@ -32,6 +32,7 @@ FRESH_S = 0.1
 ACTIONS = frozenset({"abort", "release", "forget", "drain", "resume", "set", "probe", "stacks"})
 """Declared commands that only the worker's own process can carry out."""
 
+_MANY, _RECENT_NS = 64, 1_500_000_000  # agents publish their state once a second
 _WITHOUT_DOCUMENTS = frozenset({"events", "history", "slow", "layers", "nics", "cost"})
 _LATE_TURN_NS = 1_000_000_000  # a loop that is later than this publishes nothing in time
 _SHORTEST_S, _LONGEST_S = 0.25, 1.0  # between looks at a log: while something is written, and otherwise
@@ -50,6 +51,7 @@ class Worker:
         service: its admin commands.
         exports: its exporters, once they are started.
         act: carries out an action, given command and arguments; returns the answer or a `Later`.
+        siblings: returns the number of workers of its observer.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Worker:
         self.folded = folded
         self.documents = documents
         self.act = act
+        self.siblings: Callable[[], int] = lambda: 1
         self.exports: Exports | None = None
         self.ended = False
         self._lock = threading.RLock()
@@ -158,7 +161,9 @@ class Worker:
             time.sleep(0.001)
             with self._lock:
                 waits = not self.documents.served()
-        return self._read(read)
+        with self._lock:
+            self._look.begin(object())
+            return read()
 
     def find(self, room: int) -> list[FoldedRoom]:
         """Returns what is known of the rooms with this number, active and recent ones."""
@@ -185,7 +190,7 @@ class Worker:
     def end(self, at_ns: int, why: str | None) -> None:
         """Makes it a black box: what is known of a worker that ended at monotonic `at_ns`, as far as that is known."""
         with self._lock, contextlib.suppress(RegionError):
-            self._look.begin()
+            self._look.begin(object())
             self.rank.end(at_ns, why)
         self.ended = True
         self._finish(lambda: None, close_reader=False)
@@ -248,16 +253,27 @@ class Worker:
 
     def _read(self, read: Callable[..., Any], *arguments: Any) -> Any:
         with self._lock:
-            self._look.begin()
+            self._look.begin(self.service.moment())
             return read(*arguments)
 
     def _asks(self, command: str) -> bool:
         """Asks for documents that a command needs; returns whether to wait for them."""
-        if self.ended or command in _WITHOUT_DOCUMENTS or not self.documents.ask():
+        if self.ended or command in _WITHOUT_DOCUMENTS or (command == "status" and self._is_spared()):
+            return False
+        if not self.documents.ask():
             return False
         cells = self.folded.reader.cells()
         turn_ns = cells[Cell.TURN_NS] or cells[Cell.CALL_NS]  # without a control loop the engine's turns publish
         return time.monotonic_ns() - turn_ns < _LATE_TURN_NS
+
+    def _is_spared(self) -> bool:
+        """Returns whether its last state will do, as publishing it anew would cost many workers 0.4 ms each."""
+        if self.siblings() < _MANY:
+            return False
+        self._look.begin(self.service.moment())
+        self.rank.state()
+        at_ns = self.documents.at_ns(Document.STATE)
+        return at_ns is not None and time.monotonic_ns() - at_ns < _RECENT_NS
 
     def _carry_out(self, command: str, arguments: dict[str, Any]) -> Any:
         if self.ended:
@@ -280,15 +296,19 @@ class Worker:
 
 
 class _Look:
-    """What the answer to one command reads of a region and of its process: each once, however often it is needed."""
+    """What the answers of one moment read of a region and of its process: each once, however often it is needed."""
 
     def __init__(self, folded: FoldedRegion, facts: Callable[[], ProcessFacts]) -> None:
         self._folded = folded
         self._read_facts = facts
-        self.begin()
+        self._moment: object = None
+        self.begin(self)
 
-    def begin(self) -> None:
-        """Forgets what the previous answer has read."""
+    def begin(self, moment: object) -> None:
+        """Forgets what was read at an earlier moment."""
+        if moment is self._moment:
+            return
+        self._moment = moment
         self._fold: Fold | None = None
         self._cells: tuple[int, ...] | None = None
         self._facts: ProcessFacts | None = None

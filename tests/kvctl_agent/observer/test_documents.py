@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_origin
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import ConfigRow, GatedPart
 from kvctl_agent.observer.documents import (
     KINDS,
@@ -22,6 +25,8 @@ from kvctl_agent.observer.documents import (
     encoded,
     grown,
 )
+from kvctl_agent.observer.worker import worker_in_process
+from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.region import (
     LEAST_LOG_BYTES,
     Cell,
@@ -158,3 +163,17 @@ for thread in threads: thread.join()
 """
     ends = [subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode for _ in range(5)]
     assert ends == [0] * 5
+
+
+@pytest.mark.parametrize(("workers", "age_s", "asks"), [(63, 0, 1), (64, 0, 0), (64, 2, 1)])
+def test_of_many_workers_none_is_asked_for_a_state_that_is_young(workers: int, age_s: int, asks: int) -> None:
+    telemetry = Telemetry("decode-0", "decode")
+    region = telemetry.region
+    region.publish(Document.STATE, encoded({"accepting": True}, (), ()), time.monotonic_ns() - age_s * 1_000_000_000)
+    worker = worker_in_process(region, load_settings({}), lambda *_: None, None, telemetry.flush)
+    worker.siblings = lambda: workers
+    assert worker.call("status")["accepting"]
+    assert region.cells[Cell.WANTED] == asks
+    worker.documents.expire()
+    worker.call("peers")
+    assert region.cells[Cell.WANTED] == asks + 1
