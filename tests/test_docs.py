@@ -53,7 +53,6 @@ _OF_VLLM = {"kv_both", "kv_ip", "kv_load_failure_policy", "kv_rank"}
 _OF_OTHERS = {
     "Class … not found in kvctl_agent.integrations.vllm.connector",
     "Internal server error",
-    "KV Transfer metrics",
     "Please specify kv_role",
     "Unexpected keyword argument",
     "Unsupported connector type: KvctlConnector",

@@ -54,7 +54,6 @@ class ComputedBlocks(NamedTuple):
     Attributes:
         request: vLLM's id of the request.
         blocks: the blocks of each group after those of former steps; -1 for one that has left the group's window.
-            Of a group of Mamba layers always the block with the state.
         tokens: tokens of the request that the step computes.
         last: these are the last blocks of the prompt.
         prompt: tokens of the prompt.

@@ -41,6 +41,6 @@ def installed() -> Iterator[None]:
 
 
 with installed():
-    from kvctl_agent.integrations.vllm import connector, metadata, pools, scheduler, sleep_mode, stats, worker
+    from kvctl_agent.integrations.vllm import connector, metadata, pools, scheduler, worker
 
-__all__ = ["connector", "installed", "metadata", "pools", "scheduler", "sleep_mode", "stats", "versions", "worker"]
+__all__ = ["connector", "installed", "metadata", "pools", "scheduler", "versions", "worker"]

@@ -124,7 +124,6 @@ class Server:
     failed: set[str] = field(default_factory=set)
     metas: list[Any] = field(default_factory=list)
     jobs: dict[str, Job] = field(default_factory=dict)
-    stats: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         transfer = vllm.KVTransferConfig(
@@ -251,8 +250,6 @@ class Server:
         for worker in self.workers:
             worker.wait_for_save()
             results.append(worker.get_transfer_results(output.finished_req_ids))
-            if (stats := worker.get_kv_connector_stats()) is not None:
-                self.stats.append(stats)
             worker.clear_connector_metadata()
         self._update(results)
         return meta

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from prometheus_client import Counter, Gauge, Histogram
 
 # ---- configuration -------------------------------------------------------------------------------------------------
 
@@ -64,7 +63,6 @@ class CacheConfig:
 
 class ModelConfig:
     enable_sleep_mode = False
-    sleep_mode_backend = "cumem"
 
     def __init__(self, kv_heads: int) -> None:
         self._kv_heads = kv_heads
@@ -132,13 +130,6 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True)
-class MambaSpec(KVCacheSpec):
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[torch.dtype, ...]
-    mamba_cache_mode: str = "none"
-
-
-@dataclass(frozen=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
     kv_cache_specs: dict[str, KVCacheSpec]
 
@@ -175,7 +166,7 @@ class KVCacheConfig:
 
     @property
     def needs_kv_cache_zeroing(self) -> bool:
-        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in self.kv_cache_groups)
+        return False
 
     def select_transfer_block_ids(self, block_ids: Sequence[list[int]]) -> tuple[list[int], ...]:
         return tuple(block_ids[number] for number in self.transfer_group_ids)
@@ -372,9 +363,6 @@ class KVConnectorBase_V1(ABC):
 
     def shutdown(self) -> None: ...  # noqa: B027
 
-    def get_kv_connector_stats(self) -> Any:
-        return None
-
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return ()
 
@@ -414,63 +402,8 @@ class KVConnectorBase_V1(ABC):
     def get_finished_count(self) -> int | None:
         return None
 
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        return None
 
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any:
-        return None
-
-
-# ---- statistics ----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class KVConnectorStats:
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.data
-
-    def reset(self) -> None:
-        raise NotImplementedError
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        raise NotImplementedError
-
-    def reduce(self) -> dict[str, int | float]:
-        raise NotImplementedError
-
-    def is_empty(self) -> bool:
-        raise NotImplementedError
-
-
-class KVConnectorPromMetrics:
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        self._gauge_cls = metric_types[Gauge]
-        self._counter_cls = metric_types[Counter]
-        self._histogram_cls = metric_types[Histogram]
-        self._labelnames = labelnames
-        self.per_engine_labelvalues = per_engine_labelvalues
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        raise NotImplementedError
-
-
-# ---- sleep mode, ranks ---------------------------------------------------------------------------------------------
+# ---- ranks, kernels ------------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -497,49 +430,12 @@ class GroupCoordinator:
         self.cpu_group = None
 
 
-def is_conv_state_dim_first() -> bool:
-    return False
-
-
 def get_pp_group() -> GroupCoordinator:
     return GroupCoordinator(Ranks.pp)
 
 
 def get_tensor_model_parallel_rank() -> int:
     return Ranks.tp
-
-
-class CuMemBackend:
-    """Has no memory; `state` is that of a real one."""
-
-    def __init__(self) -> None:
-        self._state = "RUNNING"
-
-    def suspend(self, level: int = 1) -> None:
-        self._state = "SUSPENDED"
-
-    def resume(self, tags: list[str] | None = None) -> None:
-        self._state = "RUNNING"
-
-    def state(self) -> str:
-        return self._state
-
-    def discard(self, tags: tuple[str, ...]) -> None:
-        self._state = "SUSPENDED"
-
-
-class SleepModeBackendFactory:
-    _registry: ClassVar[dict[str, tuple[str, str]]] = {}
-
-    @classmethod
-    def register_backend(cls, name: str, module_path: str, class_name: str) -> None:
-        cls._registry[name] = module_path, class_name
-
-    @classmethod
-    def create_backend(cls, model_config: ModelConfig) -> CuMemBackend:
-        module, name = cls._registry[model_config.sleep_mode_backend]
-        made: CuMemBackend = getattr(importlib.import_module(module), name)()
-        return made
 
 
 class KVConnectorFactory:
@@ -570,10 +466,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
         SupportsHMA,
     ),
     "vllm.distributed.kv_transfer.kv_connector.factory": (KVConnectorFactory,),
-    f"{_CONNECTOR}.metrics": (KVConnectorPromMetrics, KVConnectorStats),
-    "vllm.device_allocator.sleep_mode_backend": (CuMemBackend, SleepModeBackendFactory),
     "vllm.distributed.parallel_state": (get_pp_group, get_tensor_model_parallel_rank),
-    "vllm.model_executor.layers.mamba.mamba_utils": (is_conv_state_dim_first,),
     "vllm.v1.attention.backends.cpu_attn": (_get_attn_isa,),
     "vllm.v1.core.kv_cache_manager": (KVCacheBlocks,),
     "vllm.v1.core.sched.output": (CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput),
@@ -585,7 +478,6 @@ MODULES: dict[str, tuple[Any, ...]] = {
         KVCacheGroupSpec,
         KVCacheSpec,
         KVCacheTensor,
-        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,

@@ -18,7 +18,6 @@ from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.request_id import room_number
 from tests.support.vllm import stand_ins as vllm
-from tests.support.vllm.modules import stats
 from tests.support.vllm.modules import worker as worker_module
 from tests.support.vllm.server import Model, Server
 
@@ -551,35 +550,6 @@ class TestFailures:
         pair.received(name)
         assert pair.failures(name)["decode"] == "KV_ROOM_UNCLAIMED"
         assert name in pair.decode.failed
-
-
-class TestStats:
-    def test_both_sides_report_what_has_changed(self, pair: Pair) -> None:
-        pair.settle()
-        for server in pair:
-            server.step()
-            server.stats.clear()
-        name = pair.to_decode(pair.to_prefill(pair.name()))
-        pair.decode.receive(name)
-        pair.decode.step()
-        pair.prefill.step({name: 100})
-        pair.prefill.finish(name)
-        pair.arrived(name)
-        pair.sent(name)
-        pair.settle()
-        for server in pair:
-            server.step()
-            total = stats.KvctlStats()
-            for each in server.stats:
-                total.aggregate(each)
-            assert total.data["kvctl_rooms_finished_total"] == {"Success": 1}
-            assert sum(total.data["kvctl_part_bytes_total"].values()) == 7 * 16 * 4 * 16 * 4 * 2
-            assert not any(total.data["kvctl_rooms_active"].values())
-            (seconds,) = total.data["kvctl_room_seconds"]
-            assert 0 < seconds < 60
-            before = len(server.stats)
-            server.step()
-            assert len(server.stats) == before
 
 
 class TestAgent:
