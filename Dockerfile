@@ -10,12 +10,12 @@ COPY kvctl_agent /src/kvctl_agent
 RUN python3 -m venv /build && \
     /build/bin/python -m pip install --no-cache-dir -c /src/release/requirements.txt setuptools tomli-w wheel && \
     /build/bin/python /src/release/wheels.py --command-line --out /wheels
-# Removed again: pip, an asynchronous copy of the Kubernetes client (38 MB) and a second backend of zstandard (12 MB).
+# Removed again: pip, and an asynchronous copy of the Kubernetes client (38 MB).
 RUN python3 -m venv /opt/kvctl && \
     /opt/kvctl/bin/python -m pip install --no-cache-dir --no-compile -c /src/constraints.txt \
-        "$(ls /wheels/kvctl-*.whl)[kubernetes,dns]" && \
+        "$(ls /wheels/kvctl-*.whl)[kubernetes]" && \
     /opt/kvctl/bin/python -m pip uninstall --yes pip setuptools && \
-    rm -r /opt/kvctl/lib/python*/site-packages/kubernetes/aio /opt/kvctl/lib/python*/site-packages/zstandard/_cffi.*.so
+    rm -r /opt/kvctl/lib/python*/site-packages/kubernetes/aio
 
 FROM ${BASE}
 COPY --from=build /opt/kvctl /opt/kvctl

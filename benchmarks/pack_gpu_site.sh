@@ -20,7 +20,7 @@ for tag in manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_17 manylinux
     binaries+=(--platform "${tag}_x86_64")
 done
 wheels "${binaries[@]}" \
-    nixl-cu13==1.5.1 mooncake-transfer-engine-cuda13==0.3.14 pyzmq==27.3.0 orjson==3.13.0 msgspec==0.22.0 zstandard==0.25.0
+    nixl-cu13==1.5.1 mooncake-transfer-engine-cuda13==0.3.14 pyzmq==27.3.0 orjson==3.13.0 msgspec==0.22.0
 wheels nixl==1.5.1 textual==8.2.8 platformdirs==4.14.5 mdit-py-plugins==0.7.0 linkify-it-py==2.2.0 \
     markdown-it-py==4.3.0 mdurl==0.1.2
 

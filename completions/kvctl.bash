@@ -1,21 +1,28 @@
-# Completion of kvctl for bash, printed by `kvctl completion bash`. To install it:
-#   kvctl completion bash > ~/.local/share/bash-completion/completions/kvctl
-_kvctl() {
-    local line="${COMP_LINE:0:COMP_POINT}" word ahead="" type value help
-    word="${line##*[[:space:]]}"
-    # bash splits words at = and : and expects only the text after the last of them.
-    [[ $word == *[=:]* ]] && ahead="${word%"${word##*[=:]}"}"
-    COMPREPLY=()
-    while IFS=$'\t' read -r type value help; do
-        case $type in
-            plain)
-                value="${value#"$ahead"}"
-                [[ $value == *[!A-Za-z0-9_.,:=@%+/-]* ]] && printf -v value '%q' "$value"
-                COMPREPLY+=("$value")
-                ;;
-            file) compopt -o default ;;
-            dir) compopt -o dirnames ;;
-        esac
-    done < <(_KVCTL_COMPLETE=bash _KVCTL_LINE="$line" "$1" 2>/dev/null)
+_kvctl_completion() {
+    local IFS=$'\n'
+    local response
+
+    response=$(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD _KVCTL_COMPLETE=bash_complete $1)
+
+    for completion in $response; do
+        IFS=',' read type value <<< "$completion"
+
+        if [[ $type == 'dir' ]]; then
+            COMPREPLY=()
+            compopt -o dirnames
+        elif [[ $type == 'file' ]]; then
+            COMPREPLY=()
+            compopt -o default
+        elif [[ $type == 'plain' ]]; then
+            COMPREPLY+=($value)
+        fi
+    done
+
+    return 0
 }
-complete -o nosort -F _kvctl kvctl
+
+_kvctl_completion_setup() {
+    complete -o nosort -F _kvctl_completion kvctl
+}
+
+_kvctl_completion_setup;

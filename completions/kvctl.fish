@@ -1,18 +1,17 @@
-# Completion of kvctl for fish, printed by `kvctl completion fish`. To install it:
-#   kvctl completion fish > ~/.config/fish/completions/kvctl.fish
-function __kvctl_complete
-    set -l words (commandline -opc)
-    set -l word (commandline -ct)
-    set -l ahead (string match -r -- '^--[^=]*=' "$word")
-    _KVCTL_COMPLETE=fish $words "$word" 2>/dev/null | while read -l -d \t type value help
-        switch $type
-            case plain
-                printf '%s%s\t%s\n' "$ahead" $value "$help"
-            case file
-                __fish_complete_path "$word"
-            case dir
-                __fish_complete_directories "$word"
-        end
-    end
-end
-complete -c kvctl -f -k -a '(__kvctl_complete)'
+function _kvctl_completion;
+    set -l response (env _KVCTL_COMPLETE=fish_complete COMP_WORDS=(commandline -cp) COMP_CWORD=(commandline -t) kvctl);
+
+    for completion in $response;
+        set -l metadata (string split "," $completion);
+
+        if test $metadata[1] = "dir";
+            __fish_complete_directories $metadata[2];
+        else if test $metadata[1] = "file";
+            __fish_complete_path $metadata[2];
+        else if test $metadata[1] = "plain";
+            echo $metadata[2];
+        end;
+    end;
+end;
+
+complete --no-files --command kvctl --arguments "(_kvctl_completion)";

@@ -43,7 +43,7 @@ from kvctl.client import recordings
 from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.client.recorder import write_snapshots
 from kvctl.client.recordings import RecordedAgent, RecordedSnapshot, RecordingSource, SnapshotReader
-from kvctl.client.redaction import Redaction, redacted
+from kvctl.client.redaction import Redaction
 from kvctl.commands import output as command_output
 from kvctl.health.engine import HealthWatch
 from kvctl.tui.app import TopApp
@@ -332,7 +332,7 @@ def _record(kvctl: Callable[[str, tuple[int, ...]], str], name: str, for_s: int)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "scene.kvrec"
         kvctl(f"record {path}" + f" --for {for_s}s" * (for_s > 0), (0, 4, 7))
-        shown = redacted(_without_rest(recordings.load(path)), Redaction.of_this_machine())
+        shown = map(Redaction.of_this_machine().snapshot, _without_rest(recordings.load(path)))
         with (FIGURES / f"{name}.kvrec").open("wb") as file:
             write_snapshots(file, shown)
 

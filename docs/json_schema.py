@@ -213,7 +213,6 @@ ADDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
         "subject": (str, 'Subject of the findings; "": all of the code.'),
         "until_ns": (int, "Wall clock at which it ends."),
     },
-    "bundle": {"name": (NotRequired[str], "As `file`.")},
 }
 # Schemas that also have rows of agents that did not answer: the only fields of these.
 SILENT: Mapping[str, frozenset[str]] = {"status": frozenset({"name", "host", "health"})}
@@ -231,7 +230,6 @@ MEANINGS: Mapping[str, str] = {
     "failure": "first cause of the failure; null: it has not failed",
     "fallbacks": "parts that took another path than the one asked for",
     "fds": "open file descriptors",
-    "file": "name in the bundle",
     "finished_at_ns": "end of the room; null: it is active",
     "gated": "parts of a prefill rank that wait for the ring",
     "gb_per_s": "KV bytes per time",
@@ -314,7 +312,7 @@ def schemas() -> dict[str, list[str]]:
     others = {"demo": "demo --minutes N", "demo-faults": "demo --list-faults", "key": "key new", "recording": "record"}
     others |= {"bench": "bench", "bench-plan": "bench --plan", "bench-servers": "bench --engine sglang", "tune": "tune"}
     found |= {name: [path] for name, path in others.items()}
-    found |= {"bundle": ["debug bundle", "debug show"], "status_watch": ["status -w"]}
+    found |= {"status_watch": ["status -w"]}
     found["failed_causes"] = ["rooms failed --by cause"]
     return dict(sorted(found.items()))
 

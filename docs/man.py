@@ -19,7 +19,7 @@ from kvctl.commands.options import GlobalOptions
 from kvctl.commands.registry import COMMANDS, load
 from kvctl_agent.contract import VERSION
 
-# A line of text that begins as roff's requests do, as ".kvctl.toml" does.
+# A line of text that begins as roff's requests do, as ".kvctl" does.
 _TEXT_LIKE_A_MACRO = re.compile(r"^(?=['.])(?!\.(?:TH|SH|PP|TP|B)\b)", re.MULTILINE)
 
 

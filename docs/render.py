@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from docs import figures, json_schema
 from kvctl.cli import cli
-from kvctl.commands.completion import SCRIPTS
+from kvctl.commands.completion import FILES, script
 from kvctl.commands.help import global_options_text
 from kvctl.commands.mcp_server import READING, tool_of
 from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
@@ -274,7 +274,7 @@ def pages() -> dict[str, str]:
         "../charts/kvctl/files/alerts.yml": alert_rules(),
         **command_pages(),
         **health_pages(),
-        **{f"../completions/{script.file}": script.text for script in SCRIPTS.values()},
+        **{f"../completions/{file}": script(shell) for shell, file in FILES.items()},
         "json.md": page("JSON", *json_schema.page_text()),
     }
 

@@ -93,7 +93,7 @@ def run(args: list[str]) -> int:
     if _COMPLETE in os.environ:
         from kvctl.commands.completion import answer
 
-        return answer(cli, args)
+        return answer(cli)
     try:
         code: Any = cli.main(args, prog_name="kvctl", standalone_mode=False)
         sys.stdout.flush()

@@ -113,7 +113,6 @@ class TestMetadata:
             "png",
             "report",
             "kubernetes",
-            "dns",
             "mcp",
             "docs",
         }

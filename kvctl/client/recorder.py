@@ -20,7 +20,7 @@ from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.fanout import Reply
 from kvctl.client.faults import SILENT, Fault
-from kvctl.client.fleet import FINISHED, Fleet, Survey, room_rows
+from kvctl.client.fleet import FINISHED, Fleet, Source, Survey, room_rows
 from kvctl.client.health_reads import BRIEF
 from kvctl.client.recordings import (
     Answer,
@@ -28,6 +28,7 @@ from kvctl.client.recordings import (
     RecordedSnapshot,
     agent_names,
     encode,
+    load,
     text_endpoint,
     text_fault,
     utf8,
@@ -72,17 +73,21 @@ class Saving:
     """Result of making a recording.
 
     Attributes:
-        saved: a row for each agent process.
+        processes: a row for each agent process.
         moments: wall-clock time of each snapshot, ns.
         left_out: descriptions of data that the snapshots lack.
         interrupted: whether Ctrl-C ended it early; the file is valid.
     """
 
     survey: Survey
-    saved: list[Saved] = field(default_factory=list)
+    processes: dict[tuple[Endpoint, str], Saved] = field(default_factory=dict)
     moments: list[int] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
+
+    @property
+    def saved(self) -> list[Saved]:
+        return list(self.processes.values())
 
     @property
     def faults(self) -> list[Fault]:
@@ -105,21 +110,39 @@ class Series:
     progress: Callable[[int, int, int], None]
 
 
-def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
-    """Records the fleet into `path`.
+Redact = Callable[[RecordedSnapshot], RecordedSnapshot]
+
+
+def unchanged(snapshot: RecordedSnapshot) -> RecordedSnapshot:
+    """Returns the snapshot."""
+    return snapshot
+
+
+def save_recording(
+    source: Source, path: Path, series: Series, redact: Redact = unchanged, old: Path | None = None
+) -> Saving:
+    """Records a fleet into `path`, or copies the recording `old`.
 
     If no agent answers, no file is written and an existing file stays. Ctrl-C ends the series of snapshots.
+
+    Args:
+        source: the fleet, or the agents in `old`.
+        redact: applied to each snapshot before it is written.
 
     Raises:
         CliError: the file cannot be written; no partial file is left.
     """
-    saving = Saving(fleet.survey())
+    saving = Saving(source.survey())
     if saving.survey.agents:
         try:
             with atomic_file(path) as file:
                 writer = _Writer(file)
                 try:
-                    _take_series(fleet, saving, series, writer)
+                    if isinstance(source, Fleet):
+                        _take_series(source, saving, series, writer, redact)
+                    elif old is not None:
+                        for snapshot in load(old):
+                            _add(writer, saving, snapshot, redact)
                 except KeyboardInterrupt:
                     if not saving.moments:
                         raise
@@ -130,17 +153,12 @@ def save_recording(fleet: Fleet, path: Path, series: Series) -> Saving:
     return saving
 
 
-def write_snapshots(file: IO[bytes], snapshots: Iterable[RecordedSnapshot]) -> bool:
-    """Writes snapshots into an empty file; returns False if Ctrl-C interrupted it, which leaves the file valid."""
+def write_snapshots(file: IO[bytes], snapshots: Iterable[RecordedSnapshot]) -> None:
+    """Writes snapshots into an empty file."""
     writer = _Writer(file)
-    try:
-        for number, snapshot in enumerate(snapshots):
-            writer.add(encode(snapshot, number))
-    except KeyboardInterrupt:
-        return False
-    finally:
-        writer.end()
-    return True
+    for number, snapshot in enumerate(snapshots):
+        writer.add(encode(snapshot, number))
+    writer.end()
 
 
 class _Writer:
@@ -166,18 +184,19 @@ class _Writer:
         self._file.write(form.encode_frame(form.DONE, {"frames": self._frames}))
 
 
-def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer) -> None:
+def _add(writer: _Writer, saving: Saving, snapshot: RecordedSnapshot, redact: Redact) -> None:
+    writer.add(encode(redact(snapshot), len(saving.moments)))
+    _count(saving.processes, snapshot)
+    saving.moments.append(snapshot.at_ns)
+    saving.left_out = list(snapshot.left_out)  # later snapshots add what the first ones lack
+
+
+def _take_series(fleet: Fleet, saving: Saving, series: Series, writer: _Writer, redact: Redact) -> None:
     recorder = SnapshotRecorder(fleet)
-    saved: dict[tuple[Endpoint, str], Saved] = {}
     ends: int | None = None
     while True:
         began = time.monotonic_ns()
-        snapshot = recorder.take()
-        writer.add(encode(snapshot, len(saving.moments)))
-        _count(saved, snapshot)
-        saving.saved = list(saved.values())
-        saving.moments.append(snapshot.at_ns)
-        saving.left_out = list(snapshot.left_out)  # later snapshots add what the first ones lack
+        _add(writer, saving, recorder.take(), redact)
         ends = ends or time.monotonic_ns() + series.for_ns  # the first snapshot, which may be slow, does not count
         left_ns = ends - time.monotonic_ns()
         series.progress(len(saving.moments), writer.nbytes, max(0, left_ns))

@@ -35,11 +35,11 @@ _VERSION = struct.Struct("<I")
 
 
 class RecordingError(Exception):
-    """Raised when a recording or a bundle is damaged, or is of another kind."""
+    """Raised when a recording is damaged, or the file is of another kind."""
 
 
 class RecordingVersionError(RecordingError):
-    """Raised when a recording or a bundle has another version."""
+    """Raised when a recording has another version."""
 
 
 class Frame(NamedTuple):

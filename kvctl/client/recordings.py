@@ -1,15 +1,14 @@
-"""Reads recordings and bundles, and answers queries from them as a live fleet would.
+"""Reads recordings, and answers queries from them as a live fleet would.
 
 A recording is a series of snapshots of the fleet. A snapshot is stored as one frame with its own fields, followed by
-one frame with the answers of each agent: JSON of the classes below, compressed with zlib. Recordings and bundles are
-untrusted input: sizes are checked before anything is decompressed, types when a snapshot is decoded, and nothing is
-written to disk.
+one frame with the answers of each agent: JSON of the classes below, compressed with zlib. Recordings are untrusted
+input: sizes are checked before anything is decompressed, types when a snapshot is decoded, and nothing is written to
+disk.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import io
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from typing import IO, Any, get_args, get_origin, get_type_hints
 
 import orjson
 
-from kvctl.client import bundles
 from kvctl.client import recording_file as form
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
@@ -257,24 +255,17 @@ class SnapshotReader:
 
 
 def load(path: Path) -> SnapshotReader:
-    """Opens a recording, or the recording in a bundle.
+    """Opens a recording.
 
     Raises:
         CliError: the file is damaged or has no snapshot (exit 1), may not be read (exit 5), or has another version
             (exit 6).
     """
-    with opened(path) as file:
+    with file_errors(path), path.open("rb") as file:
         packed = _snapshots(file)
     if not packed:
         raise CliError(f"{path}: it has no snapshot of a fleet: record one with kvctl record")
     return SnapshotReader(path, packed)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a recording, or the recording in a bundle; raises CliErrors as `file_errors` does."""
-    with file_errors(path), path.open("rb") as file:
-        yield io.BytesIO(bundles.recording(file)) if bundles.is_bundle(file) else file
 
 
 @contextmanager
@@ -341,7 +332,7 @@ class RecordingSource:
     """Answers queries from the current snapshot of a file; a `Source` like a live `Fleet`.
 
     Args:
-        path: a recording or a bundle.
+        path: a recording.
         endpoints: names, globs or addresses of agents; empty means all agents in the file.
         labels: as for `Fleet`.
         at: index of the snapshot to begin with; negative indices count from the end, to the first at most.

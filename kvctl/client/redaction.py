@@ -66,7 +66,7 @@ _NAMED_ALREADY = re.compile(r"(?:host|user|path|address|key|request)-\d+")
 
 
 class Redaction:
-    """Replaces names in documents and texts; all parts of a bundle share one object, so names are consistent.
+    """Replaces names in documents and texts; all snapshots of a recording share one object, so names are consistent.
 
     Args:
         hosts, users, paths: names to remove wherever they occur, see `of_this_machine`.
@@ -96,6 +96,12 @@ class Redaction:
                     self._know("host", _host_of(found[2].rstrip(".!?")))
             for found in (*_HOST_PARAMETER.finditer(text), *_FULL_NAME.finditer(text)):
                 self._know("host", found[found.lastindex or 0])
+
+    def snapshot(self, snapshot: RecordedSnapshot) -> RecordedSnapshot:
+        """Returns a redacted snapshot; a name recognised in it is also removed from the later snapshots."""
+        document = snapshot.document()
+        self.learn(document)
+        return of_document(self.document(document))
 
     def document(self, document: Any, key: str = "") -> Any:
         """Returns JSON data with all texts and unknown field names redacted; `key` is the field that has the data."""
@@ -173,14 +179,6 @@ class Redaction:
 
     def _address(self, found: re.Match[str]) -> str:
         return self._name("address", found[0]) if _is_address(found[0]) else found[0]
-
-
-def redacted(snapshots: Iterable[RecordedSnapshot], redaction: Redaction) -> Iterator[RecordedSnapshot]:
-    """Yields redacted snapshots; a name recognised in one snapshot is also removed from the later snapshots."""
-    for snapshot in snapshots:
-        document = snapshot.document()
-        redaction.learn(document)
-        yield of_document(redaction.document(document))
 
 
 def _module(path: str) -> str:

@@ -12,14 +12,12 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import DIAGNOSIS_CALLS
-from kvctl.commands.check_server import CheckResult, SharedChecks, addresses_of, serve
 from kvctl.commands.health_query import earlier, health_watch
 from kvctl.commands.options import KvctlCommand, KvctlGroup
 from kvctl.commands.output import Output
-from kvctl.commands.queries import live_only, no_agent, source
+from kvctl.commands.queries import no_agent, source
 from kvctl.commands.settings import OUTPUTS, PROMETHEUS, Settings
 from kvctl.errors import CliError
 from kvctl.exit_codes import CheckState
@@ -221,7 +219,6 @@ def _declare(name: str, areas: Sequence[str], text: str) -> None:
     examples = [
         ("One line and an exit status" if name == "all" else f"Only {name}", line),
         ("With a threshold", f"{line} --warn {_example(name)}"),
-        ("For probes and load balancers", f"{line} --http 127.0.0.1:9500"),
     ]
 
     @check.command(name, cls=KvctlCommand, view=CHECK, short_help=text, help=_help(name, text), examples=examples)
@@ -235,29 +232,12 @@ def _declare(name: str, areas: Sequence[str], text: str) -> None:
         metavar="|".join(_FORMATS),
         help=f"Output format. [default: {_NAGIOS}, also on terminals]",
     )
-    @click.option(
-        "--http",
-        metavar="ADDRESS:PORT",
-        help="Serve the result over HTTP until Ctrl-C: 200 for OK and WARNING, else 503; / is text, /json is JSON.",
-    )
-    @click.option("--public", is_flag=True, help="Allow an --http address that other machines can reach.")
-    def command(
-        settings: Settings,
-        warn: tuple[str, ...],
-        crit: tuple[str, ...],
-        form: str | None,
-        http: str | None,
-        public: bool,
-    ) -> None:
+    def command(settings: Settings, warn: tuple[str, ...], crit: tuple[str, ...], form: str | None) -> None:
         try:
             thresholds = parse_thresholds(warn, crit, areas)
         except ThresholdError as error:
             raise click.UsageError(str(error)) from error
-        if http is None:
-            _run(name, areas, thresholds, settings, form)
-        if form is not None or settings.watch_ns is not None:
-            raise click.UsageError("--http serves text and JSON as long as it runs: omit --output and --watch")
-        _serve(name, areas, thresholds, settings, http, public)
+        _run(name, areas, thresholds, settings, form)
 
 
 def _help(name: str, text: str) -> str:
@@ -295,30 +275,6 @@ def _run(
             if settings.watch_ns is None or not fleet.advance():
                 raise click.exceptions.Exit(worst(verdict.state for verdict in found))
             time.sleep(settings.watch_ns / 1e9)
-
-
-def _serve(
-    name: str, areas: Sequence[str], thresholds: Mapping[str, Threshold], settings: Settings, http: str, public: bool
-) -> None:
-    """Serves the results of checks over HTTP; each check compares its reading with the one before."""
-    live_only(settings)
-    addresses = addresses_of(http, public)
-    output = Output(replace(settings, output="json"))
-    query = health_watch(settings)
-    with source(settings) as fleet:
-
-        def check() -> CheckResult:
-            try:
-                survey = fleet.survey(DIAGNOSIS_CALLS)
-            except CliError as error:
-                faults = [Fault("", FaultCode.UNREACHABLE, str(error))]
-                return CheckResult(CheckState.UNKNOWN, unknown(str(error)), output.text(Report(CHECK, [], 0, faults)))
-            reading = query(survey)
-            found = verdicts(areas, reading.snapshot, reading.judged, thresholds, no_agent(settings, survey).message)
-            state = worst(verdict.state for verdict in found)
-            return CheckResult(state, plugin(name, found, thresholds), output.text(_report(survey, found)))
-
-        serve(addresses, SharedChecks(check), lambda url: output.note(f"kvctl check {name}: {url}/ and {url}/json"))
 
 
 def _report(survey: Survey, found: Sequence[Verdict]) -> Report:

@@ -1,110 +1,40 @@
-"""Shell completion: the scripts of `kvctl completion`, and the values that the scripts request from `kvctl`.
+"""Shell completion: click's scripts, and the values that they request from `kvctl`.
 
-The scripts contain no commands or options, so that they remain valid when kvctl changes. At every press of the
-completion key they run `kvctl` with `_KVCTL_COMPLETE` set. Completion must therefore be quick and never fail: if the
-command line, a file or an agent is invalid, there are simply no completions.
+At every press of the completion key the scripts run `kvctl` with VARIABLE set. Completion must therefore be quick and
+never fail: if the command line, a file or an agent is invalid, there are simply no completions.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem, ShellComplete, split_arg_string
+from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
 from kvctl.commands.options import GlobalOptions, KvctlCommand
+from kvctl.commands.settings import contexts as saved_contexts
 from kvctl.commands.settings import resolve
-from kvctl.commands.stdio import silence_stdout
 from kvctl.render.sanitize import one_line
 
 if TYPE_CHECKING:
     from kvctl.client.calls import Call
     from kvctl.client.fleet import AgentAnswer
 
-_BASH = r"""# Completion of kvctl for bash, printed by `kvctl completion bash`. To install it:
-#   kvctl completion bash > ~/.local/share/bash-completion/completions/kvctl
-_kvctl() {
-    local line="${COMP_LINE:0:COMP_POINT}" word ahead="" type value help
-    word="${line##*[[:space:]]}"
-    # bash splits words at = and : and expects only the text after the last of them.
-    [[ $word == *[=:]* ]] && ahead="${word%"${word##*[=:]}"}"
-    COMPREPLY=()
-    while IFS=$'\t' read -r type value help; do
-        case $type in
-            plain)
-                value="${value#"$ahead"}"
-                [[ $value == *[!A-Za-z0-9_.,:=@%+/-]* ]] && printf -v value '%q' "$value"
-                COMPREPLY+=("$value")
-                ;;
-            file) compopt -o default ;;
-            dir) compopt -o dirnames ;;
-        esac
-    done < <(_KVCTL_COMPLETE=bash _KVCTL_LINE="$line" "$1" 2>/dev/null)
-}
-complete -o nosort -F _kvctl kvctl
-"""
+FILES = {"bash": "kvctl.bash", "zsh": "_kvctl", "fish": "kvctl.fish"}
+"""File name that each shell requires of its script."""
 
-_ZSH = r"""#compdef kvctl
-# Completion of kvctl for zsh, printed by `kvctl completion zsh`. To install it, in a folder of $fpath:
-#   kvctl completion zsh > ~/.zfunc/_kvctl
-_kvctl() {
-    local -a plain described
-    local line type value help command=${~${(Q)words[1]}}
-    for line in "${(@f)$(_KVCTL_COMPLETE=zsh $command "${(@Q)words[2,CURRENT-1]}" "${(Q)PREFIX}" 2>/dev/null)}"; do
-        type=${line%%$'\t'*} line=${line#*$'\t'}
-        value=${line%%$'\t'*} help=${line#*$'\t'}
-        case $type in
-            plain) if [[ -n $help ]]; then described+=("${value//:/\\:}:$help"); else plain+=("$value"); fi ;;
-            file) _files ;;
-            dir) _files -/ ;;
-        esac
-    done
-    [[ $PREFIX == --*=* ]] && compset -P '*='
-    (( $#described )) && _describe -V kvctl described
-    (( $#plain )) && compadd -V kvctl -a plain
-    return 0
-}
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
-    _kvctl "$@"
-else
-    compdef _kvctl kvctl
-fi
-"""
+VARIABLE = "_KVCTL_COMPLETE"
+# Time limits for agents. 80 ms plus the start of the interpreter is about 200 ms, which a person does not notice. If no
+# agent answers in this time, the machine is busy, and a late answer is better than none.
+_ANSWER_NS = (80_000_000, 400_000_000)
+_MOST_ROOMS = 64
+_UNQUOTED = re.compile(r"[A-Za-z0-9_.,:=@%+/-]*")  # the scripts insert values as they are
 
-_FISH = r"""# Completion of kvctl for fish, printed by `kvctl completion fish`. To install it:
-#   kvctl completion fish > ~/.config/fish/completions/kvctl.fish
-function __kvctl_complete
-    set -l words (commandline -opc)
-    set -l word (commandline -ct)
-    set -l ahead (string match -r -- '^--[^=]*=' "$word")
-    _KVCTL_COMPLETE=fish $words "$word" 2>/dev/null | while read -l -d \t type value help
-        switch $type
-            case plain
-                printf '%s%s\t%s\n' "$ahead" $value "$help"
-            case file
-                __fish_complete_path "$word"
-            case dir
-                __fish_complete_directories "$word"
-        end
-    end
-end
-complete -c kvctl -f -k -a '(__kvctl_complete)'
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """Completion script of a shell, and the file name that this shell requires."""
-
-    text: str
-    file: str
-
-
-SCRIPTS = {"bash": Script(_BASH, "kvctl.bash"), "zsh": Script(_ZSH, "_kvctl"), "fish": Script(_FISH, "kvctl.fish")}
+Items = list[CompletionItem[str]]
 
 
 @click.command(
@@ -115,61 +45,29 @@ SCRIPTS = {"bash": Script(_BASH, "kvctl.bash"), "zsh": Script(_ZSH, "_kvctl"), "
         ("fish, for this shell", "kvctl completion fish | source"),
     ],
 )
-@click.argument("shell", type=click.Choice(tuple(SCRIPTS)))
+@click.argument("shell", type=click.Choice(tuple(FILES)))
 def completion(shell: str) -> None:
     """Print the script with which SHELL completes commands, options, their values, agents and rooms.
 
     To try it in the current shell: source <(kvctl completion bash) or source <(kvctl completion zsh).
     """
+    click.echo(script(shell), nl=False)
+
+
+def script(shell: str) -> str:
+    """Returns the script for a shell."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    made = kind(completion, {}, "kvctl", VARIABLE)
+    return made.source_template % made.source_vars()
+
+
+def answer(root: click.Command) -> int:
+    """Prints the completions of the command line that the script has put into the environment."""
     try:
-        sys.stdout.write(SCRIPTS[shell].text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        silence_stdout()
-
-
-VARIABLE = "_KVCTL_COMPLETE"
-LINE = "_KVCTL_LINE"
-# Time limits for agents. 80 ms plus the start of the interpreter is about 200 ms, which a person does not notice. If no
-# agent answers in this time, the machine is busy, and a late answer is better than none.
-_ANSWER_NS = (80_000_000, 400_000_000)
-_MOST_ROOMS = 64
-
-Items = list[CompletionItem[str]]
-
-
-def answer(root: click.Command, words: Sequence[str]) -> int:
-    """Prints a line `type TAB value TAB help` for each completion; type is plain, file or dir.
-
-    Args:
-        root: the command `kvctl`.
-        words: words after `kvctl`, the last one incomplete. The variable LINE, if set, contains the whole command line
-            instead, for shells that split words differently from the command.
-    """
-    line = os.environ.get(LINE)
-    if line is not None:
-        words = split_arg_string(line)[1:]
-        words = [*words, ""] if not line or line[-1].isspace() else words
-    *before, incomplete = words or [""]
-    sys.stdout.write(
-        "".join(
-            f"{item.type}\t{item.value}\t{_help(item)}\n"
-            for item in _completions(root, before, incomplete)
-            if item.value.isprintable()
-        )
-    )
-    return 0
-
-
-def _completions(root: click.Command, words: list[str], incomplete: str) -> Items:
-    try:
-        return ShellComplete(root, {}, "kvctl", VARIABLE).get_completions(words, incomplete)
+        return shell_complete(root, {}, "kvctl", VARIABLE, os.environ[VARIABLE])
     except (Exception, SystemExit):  # see the module's docstring
-        return []
-
-
-def _help(item: CompletionItem[str]) -> str:
-    return one_line(item.help or "").partition(". ")[0]
+        return 0
 
 
 def agents(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
@@ -202,10 +100,8 @@ def labels(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items
 
 
 def contexts(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
-    """Completes the names of contexts in the user file."""
-    from kvctl.commands.settings import user_file
-
-    return _matching(((name, "") for name in user_file().contexts), incomplete)
+    """Completes the names of the saved contexts."""
+    return _matching(((name, "") for name in saved_contexts().named), incomplete)
 
 
 def columns(ctx: click.Context, param: click.Parameter, incomplete: str) -> Items:
@@ -260,4 +156,8 @@ def _agents(
 
 
 def _matching(items: Iterable[tuple[str, str]], incomplete: str) -> Items:
-    return [CompletionItem(value, help=text or None) for value, text in items if value.startswith(incomplete)]
+    return [
+        CompletionItem(value, help=one_line(text) or None)
+        for value, text in items
+        if value.startswith(incomplete) and _UNQUOTED.fullmatch(value)
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -148,30 +147,23 @@ def _without_summary(each: Row) -> Row:
     examples=[
         ("What is wrong, and the next command", "kvctl doctor"),
         ("Only this host: limits, devices, libraries", "kvctl doctor --host-only"),
-        ("A debug bundle", "kvctl doctor --from incident.tar.zst"),
-        ("Servers without an agent", "kvctl doctor --url http://prefill-0:30000 --url http://decode-0:30000"),
+        ("A recording", "kvctl doctor --from incident.kvrec"),
+        ("Servers without an agent", "kvctl doctor -e http://prefill-0:30000 -e http://decode-0:30000"),
         ("The command of a server, before it is started", "kvctl doctor -- vllm serve MODEL --port 8100 …"),
     ],
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host-only", is_flag=True, help="Only this host; contacts no agent.")
-@click.option(
-    "--url",
-    "urls",
-    multiple=True,
-    metavar="URL",
-    help="An engine's server without an agent, by the metrics that it exports, and not this host. Repeatable.",
-)
-def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, urls: tuple[str, ...]) -> None:
+def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> None:
     """Ranked findings with evidence, likely cause and next command, and checks of this host.
 
     Reads the fleet twice, a second apart, asks agents that do not answer in time once more, and checks this host:
     locked memory, RDMA and GPU, engines and their environment, namespaces, limits, ports, versions, options of vLLM
     servers with kvctl's connector. With --from only the fleet, which may have run elsewhere.
 
-    With --url, servers of SGLang, vLLM, Dynamo or NIXL's exporter are examined by their metrics alone, read twice five
-    seconds apart: queues that only grow, failures, expired leases, KV that is computed again, slow transfers, requests
-    without tokens. The same as -e URL, without checks of this host.
+    Servers of SGLang, vLLM, Dynamo or NIXL's exporter, given by their URLs with -e, are examined by their metrics
+    alone, read twice five seconds apart, without checks of this host: queues that only grow, failures, expired leases,
+    KV that is computed again, slow transfers, requests without tokens.
 
     COMMAND is the command line of a server of SGLang or vLLM with kvctl, after --. It is not run; only this host is
     checked, the server's options, environment and packages, and what conflicts with the servers that run here. For
@@ -184,13 +176,8 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, urls: 
         raise click.UsageError("doctor runs once; for repeated readings: kvctl health -w")
     if host_only and settings.from_file is not None:
         raise click.UsageError("--host-only checks this host, --from a recorded fleet: use one of them")
-    if urls and (host_only or command or settings.from_file is not None):
-        raise click.UsageError("--url examines servers that run: omit --host-only, --from and COMMAND")
     if command and settings.from_file is not None:
         raise click.UsageError("a command is checked on this host, --from reads a recorded fleet: use one of them")
-    endpoints = [url if "://" in url else f"http://{url}" for url in urls]
-    if not all(url.startswith(("http://", "https://", "metrics://")) for url in endpoints):
-        raise click.UsageError("--url takes http://, https:// or metrics:// addresses; for those of agents, use -e")
     output = Output(settings)
     output.selection(DOCTOR)
     if host_only or command:
@@ -204,14 +191,13 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, urls: 
         report = _report(None, host, command=about)
         output.emit(report)
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
-    if urls:
-        settings = replace(settings, endpoints=(*settings.endpoints, *endpoints))
     query = health_watch(settings, earlier(settings))
     with source(settings) as fleet:
         survey = fleet.survey(DIAGNOSIS_CALLS)
         reading = query(survey)
-        live = settings.from_file is None and not urls
-        local = HostView(agents=local_agents(reading.snapshot)) if live else None
+        found = survey.discovery.live
+        elsewhere = settings.from_file is not None or (found and all(each.metrics for each in found))
+        local = None if elsewhere else HostView(agents=local_agents(reading.snapshot))
         report = _report(reading, local)
     output.emit(report)
     raise click.exceptions.Exit(conclude(output, settings, survey, report))

@@ -21,7 +21,7 @@ _FLEET = ("endpoint", "context", "key", "server_key", "timeout", "from_file")
     examples=[
         ("The agents of this machine, for an assistant that starts this command", "kvctl mcp"),
         ("A fleet that is saved as a context", "kvctl mcp -c prod"),
-        ("An incident", "kvctl mcp --from incident.tar.zst"),
+        ("An incident", "kvctl mcp --from incident.kvrec"),
     ],
 )
 @click.pass_context

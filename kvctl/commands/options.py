@@ -62,19 +62,6 @@ def completed_by(kind: str) -> Callable[[click.Context, click.Parameter, str], A
     return complete
 
 
-class _Format(click.Choice[str]):
-    """Parameter type of an output format; if the value is a file name, the error shows where the file belongs."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter as error:
-            if ctx is None or all(each.name != "file" for each in ctx.command.params):
-                raise
-            text = f"{value!r} is not one of {', '.join(self.choices)}; pass the file as: {ctx.command_path} {value}"
-            raise click.BadParameter(text, ctx, param) from error
-
-
 def global_options() -> list[click.Option]:
     """Returns new option objects for the global options, since each command needs its own."""
     return [
@@ -112,7 +99,7 @@ def global_options() -> list[click.Option]:
         _option(
             "-o",
             "--output",
-            type=_Format([*OUTPUTS, PROMETHEUS]),
+            type=click.Choice([*OUTPUTS, PROMETHEUS]),
             metavar="|".join(OUTPUTS),
             help="Output format. Tables show values with units, and in a pipe untruncated; tsv, csv, json and yaml "
             "contain numbers in the unit at the end of the name. prom: metrics and check only. [default: table]",
@@ -148,7 +135,7 @@ def global_options() -> list[click.Option]:
             "from_file",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             metavar="FILE",
-            help="Read this recording or bundle instead of live agents; with -w, all its snapshots in order.",
+            help="Read this recording instead of live agents; with -w, all its snapshots in order.",
         ),
         _option(
             "--color", type=click.Choice(COLOURS), help="Colours on stdout. [default: auto, which honours NO_COLOR]"
@@ -277,20 +264,12 @@ class KvctlGroup(GlobalOptions, click.Group):
         GlobalOptions.format_options(self, ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        args = self._named(ctx, spell_out_watch(args))
+        args = spell_out_watch(args)
         if self._default is not None and self._wants_default(ctx, args):
             if ctx.resilient_parsing and not self._has_foreign_option(args):
                 return super().parse_args(ctx, args)  # for the shell completion of subcommands
             args = [self._default, *args]
         return super().parse_args(ctx, args)
-
-    def _named(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Replaces the name of a subcommand written as an option, as in `kvctl rooms --failed`, by the subcommand."""
-        default = self.get_command(ctx, self._default) if self._default is not None else None
-        if default is None or any(arg in self.commands for arg in args):
-            return args
-        options = {name for each in (self, default) for param in each.get_params(ctx) for name in param.opts}
-        return [arg[2:] if arg[:2] == "--" and arg not in options and arg[2:] in self.commands else arg for arg in args]
 
     def _wants_default(self, ctx: click.Context, args: Sequence[str]) -> bool:
         """Returns whether to run the default subcommand.

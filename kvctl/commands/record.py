@@ -9,10 +9,11 @@ from typing import Any
 
 import click
 
-from kvctl.client.recorder import Saving, Series, save_recording
+from kvctl.client.recorder import Saving, Series, save_recording, unchanged
+from kvctl.client.redaction import Redaction
 from kvctl.commands.options import KvctlCommand, pass_settings
 from kvctl.commands.output import Output
-from kvctl.commands.queries import conclude, live, live_only
+from kvctl.commands.queries import conclude, source
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
@@ -58,6 +59,8 @@ class Span(click.ParamType[int]):
         ("One snapshot, after something went wrong", "kvctl record incident.kvrec"),
         ("Five minutes, a snapshot every two seconds", "kvctl record fleet.kvrec --for 5m --every 2s"),
         ("Read it again", "kvctl rooms --from fleet.kvrec"),
+        ("For a report to others", "kvctl record incident.kvrec --redact"),
+        ("Redact a recording that exists", "kvctl record --from incident.kvrec public.kvrec --redact"),
     ],
 )
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
@@ -65,8 +68,9 @@ class Span(click.ParamType[int]):
 @click.option(
     "--every", "every_ns", type=Span(), default="1s", show_default=True, metavar="TIME", help="Time between snapshots."
 )
+@click.option("--redact", is_flag=True, help="Replace names of hosts and users, addresses, paths and keys.")
 @pass_settings
-def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int) -> None:
+def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int, redact: bool) -> None:
     """Save to FILE everything that the reading commands show, and with --for all events between the snapshots.
 
     Every reading command reads the file with --from FILE, and kvctl top plays it. Agents always keep their latest
@@ -75,14 +79,19 @@ def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int) ->
 
     All agents are saved, or those that -e and -l select. An existing FILE is replaced. It contains page numbers, names
     and addresses, and no KV.
+
+    With --redact each host, user, address, path and key gets another name (host-1, path-3), the same everywhere; names
+    of agents stay. With --from an older recording is redacted.
     """
-    live_only(settings)
+    if settings.from_file is not None and not redact:
+        raise click.UsageError("--from copies a recording to redact it: add --redact")
     output = Output(settings)
     output.selection(RECORDED)
     shown = sys.stderr.isatty() and not settings.quiet and for_ns is not None
     series = Series(for_ns or 0, every_ns, _draw if shown else lambda *_: None)
-    with live(settings) as fleet:
-        saving = save_recording(fleet, file, series)
+    change = Redaction.of_this_machine().snapshot if redact else unchanged
+    with source(settings) as fleet:
+        saving = save_recording(fleet, file, series, change, settings.from_file)
     if shown:
         progress("")
     report = Report(RECORDED, [asdict(saved) for saved in saving.saved], len(saving.saved), saving.faults)

@@ -42,8 +42,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "preflight": "Move memory between hosts before a model loads.",
     },
     "Record": {
-        "record": "Record the fleet to a file, for --from.",
-        "debug": "Save the state of a fleet in one file for a bug report.",
+        "record": "Record the fleet to a file, for --from and for reports.",
     },
     "Set up": {
         "config": "Configuration of the agents, with the origin of each value.",

@@ -1,16 +1,15 @@
-"""Values of the global options, merged from flags, environment, project file and user file, in this order.
+"""Values of the global options, merged from flags, environment, the context and the user file, in this order.
 
-Flags, environment and files also select a context: a named fleet, `[contexts.NAME]` in the user file. If a file selects
-it, the context takes precedence over that file. If a flag or an environment variable selects it, the context ranks
-directly below all flags or all variables, which can therefore override its values. An error names the source of the
-value, since an old line in a file is easily forgotten.
+A context is a saved fleet (`context_file`), chosen by a flag, the environment or `kvctl context use`. One that a flag
+chooses ranks above the environment. An error names the source of the value, since an old line in a file is easily
+forgotten.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ import click
 from kvctl.client.discovery import EXEC, is_url, open_source, split
 from kvctl.client.endpoints import LABELS, is_address
 from kvctl.client.keys import NO_KEYS, KeyNames
+from kvctl.commands.context_file import Contexts
 from kvctl.render.units import parse_seconds
 from kvctl_agent.contract import toml_files
-from kvctl_agent.contract.values import near, shown
+from kvctl_agent.contract.values import shown
 from kvctl_agent.host.sockets import check_path
 
 OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")
@@ -30,11 +30,8 @@ PROMETHEUS = "prom"
 COLOURS = ("auto", "always", "never")
 DEFAULT_TIMEOUT = "2s"
 
-PROJECT_FILE = ".kvctl.toml"
 CONTEXT = "context"
-CONTEXTS = "contexts"
 FILE_KEYS = ("output", "timeout", "endpoint", "color", "key", "server_key")
-CONTEXT_KEYS = ("endpoint", "key", "server_key", "timeout", "labels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Settings:
         keys: names of the keys for remote agents; the key files are read when such an agent is queried.
         names: names or globs, of which an agent must match one; empty for all agents at `endpoints`. These are the
             values of `-e` that are no addresses, if the context, the environment or a file has the fleet's addresses.
-        from_file: recording or bundle that is read instead of live agents.
+        from_file: recording that is read instead of live agents.
     """
 
     output: str
@@ -108,9 +105,9 @@ def chosen_context(flags: Mapping[str, Any]) -> str | None:
     """Returns the name of the selected context, which may not exist; None if none is selected.
 
     Raises:
-        click.UsageError: the user file or the project file cannot be read.
+        click.UsageError: the file of contexts cannot be read.
     """
-    return next((str(layer.values[CONTEXT]) for layer in _layers(flags, user_file()) if CONTEXT in layer.values), None)
+    return flags.get(CONTEXT) or os.environ.get(_variable(CONTEXT)) or contexts().in_use
 
 
 def check_context(flags: Mapping[str, Any]) -> None:
@@ -136,13 +133,11 @@ class _Layer:
         origin: formats a key and this source for an error message.
         values: the values by key.
         path: the file that has the values; None of flags and environment.
-        project: whether the source is a project file, which may belong to a cloned repository.
     """
 
     origin: Callable[[str], str]
     values: Mapping[str, Any]
     path: Path | None = None
-    project: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +156,21 @@ class _Sources:
 
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> _Sources:
-        user = user_file()
-        layers = _layers(flags, user)
-        chooser = next((layer for layer in layers if CONTEXT in layer.values), None)
-        if chooser is None:
+        environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
+        layers = [
+            _Layer(_flag, flags),
+            _Layer(lambda key: f"{_variable(key)} (environment)", environment),
+            user_file(),
+        ]
+        saved = contexts()
+        chooser = next((index for index in (0, 1) if _has(layers[index], CONTEXT)), None)
+        name = saved.in_use if chooser is None else str(layers[chooser].values[CONTEXT])
+        if name is None:
             return cls(flags, None, tuple(layers))
-        name = chooser.values[CONTEXT]
-        values = context_of(user, name, chooser.origin(CONTEXT))
-        context = _Layer(lambda key: f"{key} of context {name} in {user.path}", values, user.path)
-        layers.insert(layers.index(chooser) + (chooser.path is None), context)
+        origin = "context in use" if chooser is None else layers[chooser].origin(CONTEXT)
+        values = saved.find(name, origin)
+        context = _Layer(lambda key: f"{key} of context {name} in {saved.path}", values, saved.path)
+        layers.insert(1 if chooser == 0 else 2, context)
         return cls(flags, context, tuple(layers))
 
     def get(self, key: str, default: Any, convert: Callable[[Any], Any]) -> Any:
@@ -196,11 +197,6 @@ class _Sources:
         except ValueError as error:
             raise click.UsageError(f"{layer.origin(key)}: {error}") from error
         if key == "endpoint" and layer.path is not None and any(each.startswith(EXEC) for each in converted):
-            if layer.project:
-                raise click.UsageError(
-                    f"{layer.origin(key)}: commands of a project file are not run; save yours as a context: "
-                    "kvctl context add NAME --command COMMAND"
-                )
             try:
                 check_path(layer.path, of_socket=False)
             except OSError as error:
@@ -221,21 +217,6 @@ class _Sources:
 
 def _has(layer: _Layer, key: str) -> bool:
     return layer.values.get(key) not in (None, ())
-
-
-def _layers(flags: Mapping[str, Any], user: File) -> list[_Layer]:
-    """Returns all sources except the context, highest precedence first."""
-    environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
-    project = project_file()
-    files = [file for file in (project, user) if file is not None]
-    return [
-        _Layer(_flag, flags),
-        _Layer(lambda key: f"{_variable(key)} (environment)", environment),
-        *(
-            _Layer(lambda key, path=file.path: f"{key} in {path}", file.values, file.path, file is project)  # type: ignore[misc]
-            for file in files
-        ),
-    ]
 
 
 def _flag(key: str) -> str:
@@ -287,90 +268,33 @@ def _labels(texts: tuple[str, ...], origin: str) -> dict[str, str]:
     return labels
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """Parsed content of the user file or a project file; empty if the file does not exist."""
-
-    path: Path
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def contexts(self) -> Mapping[str, Mapping[str, Any]]:
-        contexts: Mapping[str, Mapping[str, Any]] = self.values.get(CONTEXTS, {})
-        return contexts
-
-
-def user_path() -> Path:
-    """Returns the path of the user file, which may not exist."""
+def _directory() -> Path:
+    """Returns the configuration directory, which may not exist."""
     home = os.environ.get("XDG_CONFIG_HOME")
     if not home:
         try:
             home = str(Path("~/.config").expanduser())
         except RuntimeError:  # in some containers the user id has no name and HOME is not set
             home = "/etc"
-    return Path(home) / "kvctl" / "config.toml"
+    return Path(home) / "kvctl"
 
 
-def user_file() -> File:
-    """Reads the user file.
-
-    Raises:
-        click.UsageError: the file cannot be read, or has an unknown key.
-    """
-    return _read(user_path(), (*FILE_KEYS, CONTEXT, CONTEXTS))
+def contexts() -> Contexts:
+    """Reads the saved contexts; raises click.UsageError if they cannot be read."""
+    return Contexts.read(_directory() / "contexts.json")
 
 
-def project_file() -> File | None:
-    """Reads the nearest `.kvctl.toml` between the working directory and the root of its git repository.
-
-    Outside of a repository only the working directory is searched. Files that belong neither to the current user nor to
-    root are ignored, since anyone can write to /tmp. Returns None if there is no file.
+def user_file() -> _Layer:
+    """Reads the user file, which may not exist.
 
     Raises:
         click.UsageError: the file cannot be read, or has an unknown key.
     """
+    path = _directory() / "config.toml"
     try:
-        here = Path.cwd()
-    except FileNotFoundError:  # the working directory was removed
-        return None
-    depth = next((index for index, each in enumerate((here, *here.parents)) if (each / ".git").exists()), 0)
-    for directory in (here, *here.parents)[: depth + 1]:
-        path = directory / PROJECT_FILE
-        if path.is_file() and path.stat().st_uid in {os.getuid(), 0}:
-            return _read(path, (*FILE_KEYS, CONTEXT))
-    return None
-
-
-def context_of(user: File, name: object, origin: str) -> Mapping[str, Any]:
-    """Returns the values of a context.
-
-    Raises:
-        click.UsageError: the context does not exist; the message begins with `origin`, the source of its name.
-    """
-    found = user.contexts.get(str(name))
-    if found is None:
-        known = f"; there are: {', '.join(user.contexts)}" if user.contexts else "; there are none: kvctl context add"
-        raise click.UsageError(f"{origin}: no context {name!r} in {user.path}{near(str(name), user.contexts) or known}")
-    return found
-
-
-def _read(path: Path, known: tuple[str, ...]) -> File:
-    if not path.is_file():
-        return File(path)
-    try:
-        values = toml_files.parse(toml_files.read_text(path))
+        values = toml_files.parse(toml_files.read_text(path)) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise click.UsageError(f"{path} cannot be read: {error}") from None
-    _check_keys(values, known, str(path))
-    contexts = values.get(CONTEXTS, {})
-    for name, context in contexts.items() if isinstance(contexts, dict) else [("", None)]:
-        if not isinstance(context, dict):
-            raise click.UsageError(f"{path}: {CONTEXTS} must be tables, [{CONTEXTS}.{name or 'NAME'}]")
-        _check_keys(context, CONTEXT_KEYS, f"{path}, context {name}")
-    return File(path, values)
-
-
-def _check_keys(values: Mapping[str, Any], known: tuple[str, ...], origin: str) -> None:
-    unknown = values.keys() - set(known)
-    if unknown:
-        raise click.UsageError(f"{origin}: unknown key {shown(sorted(unknown)[0])}; known: {', '.join(known)}")
+    if unknown := values.keys() - set(FILE_KEYS):
+        raise click.UsageError(f"{path}: unknown key {shown(sorted(unknown)[0])}; known: {', '.join(FILE_KEYS)}")
+    return _Layer(lambda key: f"{key} in {path}", values, path)

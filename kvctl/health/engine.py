@@ -37,7 +37,7 @@ def _find(code: Code, snapshot: Snapshot) -> list[Finding]:
                 subject="kvctl",
                 agents=(),
                 cause=f"{code.name} could not examine the agents' answers: {type(error).__name__}: {error}",
-                remedy="`kvctl debug bundle bundle.tar.zst --redact` saves the data for a report: this is a bug of "
+                remedy="`kvctl record incident.kvrec --for 2s --redact` saves the data for a report: this is a bug of "
                 "kvctl",
             )
         ]

@@ -1,6 +1,6 @@
 """The answers of all agents to one survey, indexed for the health codes.
 
-Live, recorded and bundled answers look the same. Data that an agent did not provide is empty, never an error.
+Live and recorded answers look the same. Data that an agent did not provide is empty, never an error.
 """
 
 from __future__ import annotations

@@ -208,11 +208,11 @@ SEEDS: dict[str, list[bytes]] = {
         ),
         *(
             b"dns://agents.example:7311+8",
-            b"kubernetes://ns/app=kv?port=7311&via=port-forward",
+            b"kubernetes://ns/app=kv?port=7311",
             b"file:///x",
             b"tcp://[::1",
         ),
-        *(b"tcp://a:1\n# comment\n/run/b.sock\ntcp://b:0", b"/a\0b", b"srv://_kvctl._tcp.example", b"kubernetes://[/a"),
+        *(b"tcp://a:1\n# comment\n/run/b.sock\ntcp://b:0", b"/a\0b", b"dns://kv:1", b"kubernetes://[/a"),
     ],
     "registry-row": [
         orjson.dumps(

@@ -29,13 +29,12 @@ class Resolver:
         self._host = site.network[SPARE]
         self.address = self._host.ipv6 if site.fleet.ipv6 else self._host.ipv4
         self.name({})
-        services = (f"--srv-host=_kvctl._tcp.{ZONE},{rank}.{ZONE},{ADMIN_PORT}" for rank in PLACE)
         self._process = subprocess.Popen(
             self._host.program(
                 [
                     "dnsmasq", "--keep-in-foreground", "--conf-file=/dev/null", "--no-resolv", "--no-hosts",
                     "--user=root", f"--addn-hosts={folder}/hosts", f"--listen-address={self.address}",
-                    "--bind-interfaces", f"--pid-file={folder}/pid", f"--local=/{ZONE}/", *services,
+                    "--bind-interfaces", f"--pid-file={folder}/pid", f"--local=/{ZONE}/",
                 ]
             ),
             stderr=subprocess.DEVNULL,
@@ -82,7 +81,7 @@ def until_named(site: Site, url: str, names: list[str]) -> None:
 @EVERY
 def test_registry_and_dns_name_the_same_agents_once(site: Site, resolver: Resolver) -> None:
     registry = f"registry://{site.fleet.address(PLACE['prefill-0'])}:{REGISTRY_PORT}"
-    urls = (f"dns://kv.{ZONE}:{ADMIN_PORT}", f"dns://kv:{ADMIN_PORT}", f"srv://_kvctl._tcp.{ZONE}", registry)
+    urls = (f"dns://kv.{ZONE}:{ADMIN_PORT}", f"dns://kv:{ADMIN_PORT}", registry)
     for url in urls:
         until_named(site, url, sorted(PLACE))
     assert agents(site, *urls) == sorted(PLACE)
@@ -109,28 +108,21 @@ def test_a_port_behind_which_nobody_is_costs_nobody_else(site: Site, resolver: R
 def test_errors_of_the_resolver_are_named(site: Site, resolver: Resolver) -> None:
     unknown = site.fleet.run_kvctl([f"dns://nobody.{ZONE}:{ADMIN_PORT}"], "status")
     assert (unknown.returncode, f"no address is known for nobody.{ZONE}" in unknown.stderr) == (3, True)
-    unknown = site.fleet.run_kvctl([f"srv://_nothing._tcp.{ZONE}"], "status")
-    assert (unknown.returncode, "there is no such name" in unknown.stderr) == (3, True)
-    wrong = site.fleet.run_kvctl([f"srv://_kvctl._tcp.kv.{ZONE}"], "status")
-    assert wrong.returncode == 3
 
 
 @EVERY
 def test_a_resolver_that_is_cut_off_costs_a_time_limit(site: Site, resolver: Resolver) -> None:
-    urls = (f"dns://kv.{ZONE}:{ADMIN_PORT}", f"srv://_kvctl._tcp.{ZONE}")
-    for url in urls:
-        until_named(site, url, sorted(PLACE))
+    url = f"dns://kv.{ZONE}:{ADMIN_PORT}"
+    until_named(site, url, sorted(PLACE))
     site.network.part(ASKS, SPARE)
-    for url in urls:
-        assert agents(site, url) == sorted(PLACE)
-        done = site.fleet.run_kvctl([url], "status")
-        assert (done.returncode, "asking the 4 agents that it named" in done.stderr) == (7, True), done.stderr
+    assert agents(site, url) == sorted(PLACE)
+    done = site.fleet.run_kvctl([url], "status")
+    assert (done.returncode, "asking the 4 agents that it named" in done.stderr) == (7, True), done.stderr
     shutil.rmtree(site.fleet.directory / "kvctl")  # what kvctl remembers of its sources
-    for url in urls:
-        done = site.fleet.run_kvctl([url], "status")
-        assert (done.returncode, done.stderr.count("\n")) == (4, 1), done.stderr
+    done = site.fleet.run_kvctl([url], "status")
+    assert (done.returncode, done.stderr.count("\n")) == (4, 1), done.stderr
     # An agent that is named otherwise answers nevertheless.
-    done = site.fleet.run_kvctl([f"dns://kv.{ZONE}:{ADMIN_PORT}", site.fleet.admin("decode-0")], "agents")
+    done = site.fleet.run_kvctl([url, site.fleet.admin("decode-0")], "agents")
     assert done.returncode == 7
     assert [row["agent"] for row in json.loads(done.stdout)["data"]] == ["decode-0"]
     site.network.heal()

@@ -204,5 +204,5 @@ def test_a_ring_that_gates_although_it_is_empty(begun: Begun) -> None:
     assert found["subject"] == "decode-0 ring"
     assert found["evidence"]["gated_writers"] == ["prefill-0"]
     assert found["evidence"]["gated_parts"] > 0
-    assert "kvctl debug bundle" in found["remedy"]
+    assert "kvctl record" in found["remedy"]
     fleet.shows(found, r"prefill-0\s+\d+\s+decode-0\b.*\bwatermark\b")

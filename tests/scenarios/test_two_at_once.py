@@ -36,5 +36,5 @@ def test_doctor_names_both(demo: Callable[..., Any], scenarios: str, found: dict
             break
         time.sleep(POLL_S)
         assert time.monotonic() < deadline, f"doctor never said {found}, but {said}"
-    failed = json.loads(fleet.kvctl("rooms", "--failed", "--by", "cause", "-o", "json").stdout)["data"]
+    failed = json.loads(fleet.kvctl("rooms", "failed", "--by", "cause", "-o", "json").stdout)["data"]
     assert {row["code"] for row in failed} >= found.keys() & {"KV_CHECKSUM_MISMATCH"}

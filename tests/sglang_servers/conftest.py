@@ -259,15 +259,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     servers = getattr(item, "funcargs", {}).get("servers")
     if report.when == "call" and report.failed and servers is not None:
-        bundle = servers.socket_dir.with_name(f"{item.name.replace('[', '-').rstrip(']')}.tar.zst")
-        command = [sys.executable, "-m", "kvctl", "debug", "bundle", str(bundle)]
+        saved_to = servers.socket_dir.with_name(f"{item.name.replace('[', '-').rstrip(']')}.kvrec")
+        command = [sys.executable, "-m", "kvctl", "record", str(saved_to)]
         environment = {**os.environ, "KVCTL_SOCKET_DIR": str(servers.socket_dir)}
         try:
             saved = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
             said = saved.stdout + saved.stderr
         except subprocess.TimeoutExpired as error:  # which would end the whole run
             said = str(error)
-        report.sections.append(("kvctl debug bundle", said))
+        report.sections.append(("kvctl record", said))
     return report
 
 

@@ -1,4 +1,4 @@
-"""Faults of stock servers that `kvctl doctor --url` names by their metrics alone, and `kvctl logs` by their logs."""
+"""Faults of stock servers that `kvctl doctor -e URL` names by their metrics alone, and `kvctl logs` by their logs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kvctl(servers: Servers, *arguments: str) -> subprocess.CompletedProcess[str]
 
 def wait_named(servers: Servers, expected: set[tuple[str, str]], *at: Process) -> None:
     """Waits until `kvctl doctor` has named all codes, each with the server that it is about."""
-    urls = [option for each in at for option in ("--url", each.url)]
+    urls = [option for each in at for option in ("-e", each.url)]
     deadline, seen = time.monotonic() + NAMED_S, set[tuple[str, str]]()
     while not expected <= seen:
         report = kvctl(servers, "doctor", *urls, "-o", "json").stdout
@@ -68,7 +68,7 @@ def test_healthy_servers_have_no_problem(servers: Servers, undivided: Undivided)
     prefill, decode = servers.pair("tp1-tp1")
     tokens = prompt(90, seed=31)
     answered_after(prefill, decode, tokens, undivided.tokens(tokens))
-    for options in (("doctor", "--url", prefill.process.url, "--url", decode.url), ("status", "-e", decode.url)):
+    for options in (("doctor", "-e", prefill.process.url, "-e", decode.url), ("status", "-e", decode.url)):
         report = kvctl(servers, *options)
         assert report.returncode == 0, report.stdout + report.stderr
 

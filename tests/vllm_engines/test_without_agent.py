@@ -1,4 +1,4 @@
-"""Faults of stock servers with NixlConnector that `kvctl doctor --url` names by their metrics alone."""
+"""Faults of stock servers with NixlConnector that `kvctl doctor -e URL` names by their metrics alone."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def kvctl(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def wait_named(servers: Servers, expected: set[tuple[str, str]]) -> None:
     """Waits until `kvctl doctor` has named all codes, each with the server that it is about."""
-    urls = [option for each in (servers.prefill, servers.decode) for option in ("--url", each.url)]
+    urls = [option for each in (servers.prefill, servers.decode) for option in ("-e", each.url)]
     deadline, seen = time.monotonic() + NAMED_S, set[tuple[str, str]]()
     while not expected <= seen:
         report = kvctl("doctor", *urls, "-o", "json").stdout
@@ -106,7 +106,7 @@ def test_healthy_servers_have_no_problem(servers: Servers) -> None:
     prompt = prompt_of(200, "healthy")
     answer = servers.complete(servers.decode, prompt, 8, servers.computed(prompt))
     assert answer["usage"]["completion_tokens"] == 8
-    report = kvctl("doctor", "--url", servers.prefill.url, "--url", servers.decode.url)
+    report = kvctl("doctor", "-e", servers.prefill.url, "-e", servers.decode.url)
     assert report.returncode == 0, report.stdout + report.stderr
     rows = json.loads(kvctl("status", "-e", servers.decode.url, "-o", "json").stdout)["data"]
     assert [(row["role"], row["rooms_finished_total"]["Success"], row["latency"]["count"]) for row in rows] == [

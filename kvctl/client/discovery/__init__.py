@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
@@ -19,71 +18,22 @@ if TYPE_CHECKING:
     from kvctl.client.keys import KeyNames
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of source.
-
-    Attributes:
-        prefix: text that begins its URLs.
-        form: form of the URL, for help and errors.
-        option: option of `kvctl context add` that takes the URL without its prefix.
-        metavar: what that option takes.
-        help: help of that option, without the final period.
-        source: class of the sources, in the module `SCHEME_source`.
-    """
+class Kind(NamedTuple):
+    """One kind of source: the text that begins its URLs, their form, and its class in the module `SCHEME_source`."""
 
     prefix: str
     form: str
-    option: str
-    metavar: str
-    help: str
     source: str
 
 
 EXEC = "exec:"
 KINDS: dict[str, Kind] = {
-    "registry": Kind(
-        "registry://",
-        "registry://HOST:PORT",
-        "--bootstrap",
-        "HOST:PORT",
-        "Agents that the registry of a prefill instance knows",
-        "RegistrySource",
-    ),
-    "dns": Kind(
-        "dns://",
-        "dns://NAME:PORT",
-        "--dns",
-        "NAME:PORT",
-        "An agent at this port of every address of a DNS name; PORT+N for N ports from PORT upwards",
-        "DnsSource",
-    ),
-    "srv": Kind(
-        "srv://",
-        "srv://_SERVICE._tcp.NAME",
-        "--srv",
-        "_SERVICE._tcp.NAME",
-        "Agents at the targets of a DNS service record",
-        "SrvSource",
-    ),
-    "file": Kind(
-        "file://", "file:///PATH", "--file", "PATH", "Agents that this file lists, one endpoint per line", "FileSource"
-    ),
-    "exec": Kind(
-        EXEC,
-        "exec:COMMAND",
-        "--command",
-        "COMMAND",
-        "Agents that this shell command prints, one endpoint per line",
-        "CommandSource",
-    ),
+    "registry": Kind("registry://", "registry://HOST:PORT", "RegistrySource"),
+    "dns": Kind("dns://", "dns://NAME:PORT", "DnsSource"),
+    "file": Kind("file://", "file:///PATH", "FileSource"),
+    "exec": Kind(EXEC, "exec:COMMAND", "CommandSource"),
     "kubernetes": Kind(
-        "kubernetes://",
-        "kubernetes://NAMESPACE[/LABEL=VALUE,…][?port=NAME][&context=NAME][&via=port-forward]",
-        "--kubernetes",
-        "NAMESPACE[/LABEL=VALUE,…]",
-        "Agents in the pods of a namespace, or in those with these labels",
-        "PodSource",
+        "kubernetes://", "kubernetes://NAMESPACE[/LABEL=VALUE,…][?port=NAME][&context=NAME]", "PodSource"
     ),
 }
 """Kinds of sources by scheme, which is also the name of the module."""

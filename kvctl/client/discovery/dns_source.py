@@ -44,13 +44,8 @@ class DnsSource(AgentSource):
             addresses = {address: family for address, family in addresses.items() if family == socket.AF_INET}
         if len(addresses) * len(self._ports) > MAX_AGENTS:
             raise SourceError(f"more than {MAX_AGENTS} endpoints", FaultCode.PROTOCOL)
-        return Found(tuple(endpoint_at(address, port) for address in sorted(addresses) for port in self._ports))
-
-
-def endpoint_at(address: str, port: int, name: str = "") -> Endpoint:
-    """Returns the endpoint at an IP address; without `name` it is named by the address."""
-    found = Address("tcp", address, port)
-    return Endpoint(name or found.place, None, named=True, remote=str(found))
+        found = (Address("tcp", address, port) for address in sorted(addresses) for port in self._ports)
+        return Found(tuple(Endpoint(each.place, None, named=True, remote=str(each)) for each in found))
 
 
 def _text(name: str, error: Exception) -> str:

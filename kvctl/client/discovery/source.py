@@ -53,11 +53,9 @@ class AgentSource(ABC):
 
     Attributes:
         refresh_ns: shortest time between two calls of `find`; longer for a source that is expensive to ask.
-        lasting: whether the endpoints may be used later, when the source does not answer.
     """
 
     refresh_ns: ClassVar[int] = 1_000_000_000
-    lasting = True
 
     def __init__(self, url: str, keys: KeyNames) -> None:
         """Raises CliError if the URL is malformed, or a package that it needs is not installed."""
@@ -171,11 +169,9 @@ class _Query:
         now = time.time_ns()
         with self._lock:
             endpoints, gone, named_ns = self._memory.last(now)
-        if endpoints and self.source.lasting:
+        if endpoints:
             known = f"{len(endpoints)} agent{'s' * (len(endpoints) != 1)}"
             text += f"; asking the {known} that it named {ago(now - named_ns)} ago"
-        else:
-            endpoints = ()
         return Found(endpoints, (Fault("", code, f"{self.source.url}: {text}"),), gone)
 
     def close(self) -> None:

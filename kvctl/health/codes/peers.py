@@ -78,7 +78,8 @@ def _stale_pairs(snapshot: Snapshot) -> Iterator[tuple[Agent, Agent]]:
     means="One agent knows an earlier incarnation of another, which has a new one since its restart. Hellos are "
     "repeated until they are answered, so this should last for seconds after a restart; it is reported when it lasts "
     "longer than lost_s.",
-    remedy="Restart the agent that knows the old incarnation, and report it with `kvctl debug bundle bundle.tar.zst`.",
+    remedy="Restart the agent that knows the old incarnation, and report it with "
+    "`kvctl record incident.kvrec --for 2s`.",
     alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="incarnation"}[5m])) > 1',
 )
 def peer_stale(snapshot: Snapshot) -> Iterator[Finding]:
@@ -382,7 +383,7 @@ def peer_blocking(snapshot: Snapshot) -> Iterator[Finding]:
     sees="one prefill rank never sees the watermark of a decode rank, while others write",
     means="The watermark tells writers which granted ring regions may be written. The next heartbeat repeats a lost "
     "message, so a writer that has not seen a watermark after several heartbeats does not read the messages at all.",
-    remedy="Restart the prefill rank, and report it with `kvctl debug bundle bundle.tar.zst`.",
+    remedy="Restart the prefill rank, and report it with `kvctl record incident.kvrec --for 2s`.",
 )
 def subscriber_dead(snapshot: Snapshot) -> Iterator[Finding]:
     for writer in snapshot.of_role("prefill"):

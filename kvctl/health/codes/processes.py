@@ -92,7 +92,7 @@ def _halted(snapshot: Snapshot, kind: Halted) -> Iterator[Agent]:
     sees="a worker is gone, and its rooms with it",
     means="A worker's process ended without closing its agent: it was killed, crashed, or exited. Its observer keeps "
     "what the agent had written to shared memory as a black box, for black_box_s: kvctl status, rooms, rooms show, "
-    "events, peers and the other reading commands show it as it was then, and kvctl record and debug bundle save it. "
+    "events, peers and the other reading commands show it as it was then, and kvctl record saves it. "
     "Critical if rooms were open, otherwise a warning; one degree less if an agent with its name runs again (the black "
     "box is then called NAME.ended-PID), and one less after ten minutes.",
     remedy="Read its last events and rooms with kvctl events -e AGENT and kvctl rooms -e AGENT, its own log, and dmesg "

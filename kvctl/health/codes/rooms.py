@@ -23,7 +23,7 @@ from kvctl.render.units import duration
 _MIN_WAITING_ROOMS = 8
 _MIN_WAIT_NS = 20_000_000_000
 _MIN_SUCCESSES = 20
-_REPORT = "save `kvctl debug bundle bundle.tar.zst` and report it: this must never happen"
+_REPORT = "save `kvctl record incident.kvrec --for 2s` and report it: this must never happen"
 
 
 # ---- corrupt data ----------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def checksum_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
     sees="corruption after rooms were aborted or timed out",
     means="Pages or ring regions were given to another room while a write to them was still in flight. The design "
     "excludes this: memory is released only when its writer has reported that nothing is in flight, or is proven dead.",
-    remedy="Save a debug bundle and report it.",
+    remedy="Save a recording and report it.",
     alert=failure_alert("KV_PAGE_REUSED"),
 )
 def page_reused(snapshot: Snapshot) -> Iterator[Finding]:
@@ -111,7 +111,7 @@ def page_reused(snapshot: Snapshot) -> Iterator[Finding]:
     "rooms",
     sees="text that is wrong at the edges of chunks",
     means="A part was posted before the event that reports that its pages are computed.",
-    remedy="Save a debug bundle and report it.",
+    remedy="Save a recording and report it.",
     alert=failure_alert("KV_READY_VIOLATION"),
 )
 def ready_violation(snapshot: Snapshot) -> Iterator[Finding]:
@@ -301,7 +301,7 @@ def room_duplicate(snapshot: Snapshot) -> Iterator[Finding]:
     sees="single rooms behave oddly, and nothing else is wrong",
     means="The handler of an event, or one of the engine's callbacks, raised an exception. That event or action is "
     "lost, and the agent continues. It is always a bug.",
-    remedy="Report it with a debug bundle: the flight recorder contains the exception.",
+    remedy="Report it with a recording: the flight recorder contains the exception.",
     alert="sum by (instance) (kvctl_internal_errors_total) > 0",
 )
 def internal_error(snapshot: Snapshot) -> Iterator[Finding]:
@@ -318,6 +318,6 @@ def internal_error(snapshot: Snapshot) -> Iterator[Finding]:
             },
             cause=f"{counted(count, 'exception')} in the control loop of {agent.name} or in a callback; the event "
             "concerned was skipped",
-            remedy=f"`kvctl events -e {agent.name}` shows them under the kind control; save `kvctl debug bundle "
-            "bundle.tar.zst` and report them",
+            remedy=f"`kvctl events -e {agent.name}` shows them under the kind control; save `kvctl record "
+            "incident.kvrec --for 2s` and report them",
         )

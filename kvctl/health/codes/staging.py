@@ -239,7 +239,7 @@ def _is_empty(ring: Row) -> bool:
     sees="all staged transfers to one decode rank stop, and its ring is empty",
     means="A writer waits for the watermark to pass its region, and the ring has no live allocation that could move "
     "it: a provable deadlock. Freeing the last allocation begins a new round and opens every region, so this is a bug.",
-    remedy="Save a debug bundle and report it; abort the waiting rooms.",
+    remedy="Save a recording and report it; abort the waiting rooms.",
 )
 def ring_gated_empty(snapshot: Snapshot) -> Iterator[Finding]:
     """Yields a finding for each decode rank with an empty ring behind which parts are gated.
@@ -273,7 +273,7 @@ def ring_gated_empty(snapshot: Snapshot) -> Iterator[Finding]:
             cause=f"{counted(len(stuck), 'part')} of {listed(writers)} {agree(len(stuck), 'waits', 'wait')} for the "
             f"watermark of {agent.name}, whose ring is empty: no allocation is left that could move it",
             remedy=f"`kvctl staging -e {agent.name} -e {writers[0]}` shows the empty ring and the waiting parts; "
-            "`kvctl debug bundle bundle.tar.zst` saves the data for a report, because this is a bug; "
+            "`kvctl record incident.kvrec --for 2s` saves the data for a report, because this is a bug; "
             f"`kvctl rooms abort {text(stuck[0].row, 'room')}` ends the wait",
         )
 

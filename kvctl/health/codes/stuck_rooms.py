@@ -520,7 +520,7 @@ def stuck_transfer(snapshot: Snapshot) -> Iterator[Finding]:
     sees="all data of a room has arrived, and it does not become Success",
     means="All parts have landed in the ring and some were not copied into their pages: the decode rank's arrival "
     "thread is blocked, or the copy was never started.",
-    remedy="Look at the decode rank's stacks; a debug bundle shows which part and which copy it is.",
+    remedy="Look at the decode rank's stacks; a recording shows which part and which copy it is.",
     alert=failure_alert(SCATTER),
 )
 def stuck_scatter(snapshot: Snapshot) -> Iterator[Finding]:

@@ -505,7 +505,7 @@ _Wrong = dict[str, tuple[float, str]]
     means="Some number is below zero, a counter went down without a restart of the agent, a rate is above that of any "
     "lane, or a room has more cells than planned. Throughput is bytes divided by the wall-clock union of the "
     "transfers' spans, so it cannot exceed the lane's rate.",
-    remedy="Report it with a debug bundle, and do not trust values derived from the number.",
+    remedy="Report it with a recording, and do not trust values derived from the number.",
     alert="min by (instance) (kvctl_ring_used_bytes) < 0",
 )
 def metric_implausible(snapshot: Snapshot) -> Iterator[Finding]:
@@ -521,8 +521,8 @@ def metric_implausible(snapshot: Snapshot) -> Iterator[Finding]:
             weight=len(wrong),
             evidence={name: number for name, (number, _) in wrong.items()},
             cause=f"{agent.name} reports {metric} = {value:g}, {reason}",
-            remedy="`kvctl debug bundle bundle.tar.zst` saves the data for a report; do not trust values derived from "
-            f"{metric} meanwhile",
+            remedy="`kvctl record incident.kvrec --for 2s` saves the data for a report; do not trust values derived "
+            f"from {metric} meanwhile",
         )
 
 

@@ -14,7 +14,7 @@ from kvctl.client.clock import ClockOffset
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.recordings import Answer, RecordedAgent, RecordedSnapshot
-from kvctl.client.redaction import Redaction, redacted
+from kvctl.client.redaction import Redaction
 
 KEY = "0123456789abcdef" * 4
 
@@ -113,7 +113,7 @@ def test_a_moment_keeps_its_shape(canned: Any) -> None:
     silence = Answer("hello", None, None, Fault("x", "unreachable", "10.0.0.9 is down"))
     gone = RecordedAgent(Endpoint("x", None, remote="tcp://10.0.0.9:1"), 0, ClockOffset(0, 0), [silence])
     living = RecordedAgent(endpoint, 9, ClockOffset(0, 1), told)
-    (found,) = redacted([RecordedSnapshot(1, Path("/run/user/1000/kvctl"), [], [], [gone, living], [])], ours())
+    found = ours().snapshot(RecordedSnapshot(1, Path("/run/user/1000/kvctl"), [], [], [gone, living], []))
     text = str(found.document())
     assert "node7" not in text
     assert "/run" not in text
@@ -130,7 +130,7 @@ def test_hosts_that_are_called_as_fields_of_the_file_do_not_break_it(canned: Any
     endpoint = Endpoint("data-decode-0", Path("/run/data-decode-0.sock"))
     agent = RecordedAgent(endpoint, 9, ClockOffset(0, 1), [Answer("hello", None, canned.hello("decode-0"))])
     moment = RecordedSnapshot(1, Path("/run"), [], [], [agent], [])
-    (found,) = redacted([moment], Redaction(["data", "answers"], ["agents", "stale"]))
+    found = Redaction(["data", "answers"], ["agents", "stale"]).snapshot(moment)
     assert found.agents[0].endpoint.name == "host-1-decode-0"
 
 

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from kvctl.commands.context_file import Contexts
 from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.host.keys import KeyPair, public_text, secret_text
@@ -81,8 +82,7 @@ def hosts(make_fleet: Any, surroundings: None, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("KVCTL_SOCKET_DIR", str(tmp_path / "nobody"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     context = {"endpoint": list(addresses.values()), "server_key": fleet.public.hex()}
-    text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in context.items())
-    (tmp_path / "config" / "kvctl" / "config.toml").write_text(f'context = "prod"\n[contexts.prod]\n{text}\n')
+    Contexts(tmp_path / "config" / "kvctl" / "contexts.json", "prod", {"prod": context}).save()
     yield Hosts(fleets, addresses)
     for made in fleets.values():
         made.settle()

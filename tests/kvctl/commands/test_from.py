@@ -144,14 +144,6 @@ def test_watching_a_file_plays_its_moments_once(fleet: Any, kvctl: Any, tmp_path
     assert kvctl("events", "--from", str(path), "-w", "0.001").out.count("  decode-0  ") == 2
 
 
-@pytest.mark.parametrize("args", [("record", "x.kvrec")])
-def test_what_acts_refuses_a_file(args: tuple[str, ...], recording: Path, kvctl: Any) -> None:
-    outcome = kvctl(*args, "--from", str(recording))
-    assert outcome.code == 2
-    assert "needs live agents" in outcome.err
-    assert not Path("x.kvrec").exists()
-
-
 def _cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 

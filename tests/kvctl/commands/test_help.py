@@ -78,7 +78,7 @@ def files(fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
     assert kvctl("record", "fleet.kvrec").code == 0
-    assert kvctl("debug", "bundle", "incident.tar.zst").code in {0, 7}
+    assert kvctl("record", "incident.kvrec").code == 0
 
 
 def test_examples_that_read_show_something(
@@ -88,7 +88,7 @@ def test_examples_that_read_show_something(
     ran = 0
     for path, line in EXAMPLES:
         words = words_of(line)
-        alive = not any("tcp://" in word or word in {"-w", "--for", "--http", "--url"} for word in words)
+        alive = not any("://" in word or word in {"-w", "--for"} for word in words)
         if path[:1] in {(name,) for name in NOT_RUN} or path in ACTS or not alive or words[0] in NOT_RUN:
             continue
         replaced = [
@@ -168,9 +168,8 @@ def test_o_is_the_format_everywhere(path: tuple[str, ...]) -> None:
             assert isinstance(param.type, click.Choice)
 
 
-@pytest.mark.parametrize("command", [("record",), ("debug", "bundle")])
-def test_a_file_after_o_is_answered_with_the_right_line(command: tuple[str, ...], kvctl: Any) -> None:
-    outcome = kvctl(*command, "-o", "fleet.kvrec")
+def test_a_file_after_o_is_no_format(kvctl: Any) -> None:
+    outcome = kvctl("record", "-o", "fleet.kvrec")
     assert (outcome.code, outcome.out) == (2, "")
-    assert f"pass the file as: kvctl {' '.join(command)} fleet.kvrec" in outcome.err
+    assert "'fleet.kvrec' is not one of 'table'" in outcome.err
     assert not Path("fleet.kvrec").exists()

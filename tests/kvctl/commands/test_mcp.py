@@ -17,6 +17,7 @@ from mcp_types import CallToolResult
 
 import kvctl
 from kvctl.commands import mcp_server
+from kvctl.commands.context_file import Contexts
 from kvctl.commands.registry import COMMANDS as CLI_COMMANDS
 from kvctl.commands.registry import load
 from kvctl_agent.contract.admin import ErrorCode
@@ -96,7 +97,7 @@ def test_no_tool_is_a_command_that_asks_before_it_changes_something_or_writes_a_
     every = {path: names for name in CLI_COMMANDS for path, names in paths(load(name), name)}
     asking = {path for path, names in every.items() if "yes" in names}
     assert {"drain", "rooms abort", "staging release", "config set", "peers forget"} <= asking
-    others = {"health mute", "health unmute", "record", "debug bundle", "context use", "key new", "peers probe", "demo"}
+    others = {"health mute", "health unmute", "record", "context use", "key new", "peers probe", "demo"}
     assert not {*mcp_server.READING} & (asking | others)
     assert {*mcp_server.READING} <= every.keys()
 
@@ -192,9 +193,8 @@ def test_a_command_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch,
 def test_labels_of_a_call_narrow_those_of_the_server_and_its_context(start: Any, surroundings: None) -> None:
     for name in ("prefill-0", "decode-0"):
         start(name)
-    user_file = Path(os.environ["XDG_CONFIG_HOME"]) / "kvctl" / "config.toml"
-    user_file.parent.mkdir(parents=True)
-    user_file.write_text('[contexts.sending]\nlabels = "role=prefill"\n')
+    path = Path(os.environ["XDG_CONFIG_HOME"]) / "kvctl" / "contexts.json"
+    Contexts(path, named={"sending": {"labels": ["role=prefill"]}}).save()
     wanted = [("agents", {}), ("agents", {"label": ["role=prefill"]}), ("agents", {"label": ["role=decode"]})]
     for options in (("-l", "role=prefill"), ("-c", "sending")):
         *answered, refused = over_stdio(calls(*wanted), *options)

@@ -153,7 +153,7 @@ def test_failed_rooms_are_grouped_by_cause(canned: Any, start: Any, kvctl: Any) 
     assert (lost["first_at_ns"], lost["last_at_ns"]) == (canned.NOW + 10 * canned.S, canned.NOW + 20 * canned.S)
     assert lost["first_ago_ns"] - lost["last_ago_ns"] == 10 * canned.S
     assert (aborted["rooms"], aborted["cause"], aborted["room"]) == (1, "by an operator", "5")
-    summary, _, header, first, *_ = kvctl("rooms", "--failed", "--by", "cause", "-o", "table").out.splitlines()
+    summary, _, header, first, *_ = kvctl("rooms", "failed", "--by", "cause", "-o", "table").out.splitlines()
     assert summary == "5 failed rooms   KV_PEER_LOST 4   ABORTED 1"
     assert header.split() == ["ROOMS", "CODE", "LAST", "FIRST", "EXAMPLE", "CAUSE", "PEERS", "RANKS"]
     assert first.split()[:2] == ["4", "KV_PEER_LOST"]

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import pytest
 
+from kvctl.commands.context_file import Contexts
 from kvctl.commands.options import spell_out_watch
 from kvctl.commands.settings import resolve
 
@@ -88,44 +89,38 @@ def test_watch_takes_a_time_or_nothing(given: list[str], spelled: list[str]) -> 
     assert spell_out_watch(given) == spelled
 
 
-CONTEXTS = """
-endpoint = ["of-the-file"]
-timeout = "9s"
-
-[contexts.lab]
-endpoint = ["tcp://lab:7000"]
-timeout = "3s"
-labels = "role=decode"
-
-[contexts.prod]
-endpoint = ["tcp://prod:7000", "tcp://prod:7001"]
-labels = ["role=prefill", "tp=0"]
-"""
+FILE = 'endpoint = ["of-the-file"]\ntimeout = "9s"\n'
+CONTEXTS: dict[str, Any] = {
+    "lab": {"endpoint": ["tcp://lab:7000"], "timeout": "3s", "labels": ["role=decode"]},
+    "prod": {"endpoint": ["tcp://prod:7000", "tcp://prod:7001"], "labels": ["role=prefill", "tp=0"]},
+}
 
 
-def test_a_context_counts_by_what_chose_it(user_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    user_file.write_text('context = "lab"\n' + CONTEXTS)
-    project = tmp_path / "project"
-    (project / "deep" / "er").mkdir(parents=True)
-    (project / ".git").mkdir()
-    monkeypatch.chdir(project / "deep" / "er")
+@pytest.fixture
+def saved(user_file: Path) -> Contexts:
+    """Saved contexts beside a user file."""
+    user_file.write_text(FILE)
+    made = Contexts(user_file.with_name("contexts.json"), named=CONTEXTS)
+    made.save()
+    return made
+
+
+def test_a_context_counts_by_what_chose_it(saved: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve({}).endpoints == ("of-the-file",)
+    saved.in_use = "lab"
+    saved.save()
     assert resolve({}).endpoints == ("tcp://lab:7000",)
     assert resolve({}).timeout_ns == 3_000_000_000
     assert resolve({"context": "prod"}).timeout_ns == 9_000_000_000  # not set in the context
-    (project / ".kvctl.toml").write_text('endpoint = "of-the-project"\n')
-    assert resolve({}).endpoints == ("of-the-project",)
-    (project / ".kvctl.toml").write_text('endpoint = "of-the-project"\ncontext = "prod"\n')
+    monkeypatch.setenv("KVCTL_CONTEXT", "prod")
     assert resolve({}).endpoints == ("tcp://prod:7000", "tcp://prod:7001")
-    monkeypatch.setenv("KVCTL_CONTEXT", "lab")
-    assert resolve({}).endpoints == ("tcp://lab:7000",)
     monkeypatch.setenv("KVCTL_ENDPOINT", "of-the-environment")
     assert resolve({}).endpoints == ("of-the-environment",)
-    assert resolve({"context": "prod"}).endpoints == ("tcp://prod:7000", "tcp://prod:7001")
-    assert resolve({"context": "prod", "endpoint": ("tcp://flag:1",)}).endpoints == ("tcp://flag:1",)
+    assert resolve({"context": "lab"}).endpoints == ("tcp://lab:7000",)
+    assert resolve({"context": "lab", "endpoint": ("tcp://flag:1",)}).endpoints == ("tcp://flag:1",)
 
 
-def test_names_in_flags_select_among_the_agents_of_the_fleet(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    user_file.write_text(CONTEXTS)
+def test_names_in_flags_select_among_the_agents_of_the_fleet(saved: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def chosen(*endpoints: str, **flags: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         settings = resolve({"endpoint": endpoints, **flags})
@@ -140,16 +135,14 @@ def test_names_in_flags_select_among_the_agents_of_the_fleet(user_file: Path, mo
     assert chosen("decode-0") == (("file:///fleet",), ("decode-0",))
 
 
-def test_named_agents_are_added_to_those_of_flags(user_file: Path) -> None:
-    user_file.write_text(CONTEXTS)
+def test_named_agents_are_added_to_those_of_flags(saved: Contexts) -> None:
     local = resolve({"endpoint": ("decode-0",)}).naming(["decode-1"])
     assert (local.endpoints, local.names) == (("decode-0", "decode-1"), ())
     fleet = resolve({"context": "lab"}).naming(["decode-1"])
     assert (fleet.endpoints, fleet.names) == (("tcp://lab:7000",), ("decode-1",))
 
 
-def test_labels_of_a_context_are_narrowed_by_flags(user_file: Path) -> None:
-    user_file.write_text(CONTEXTS)
+def test_labels_of_a_context_are_narrowed_by_flags(saved: Contexts) -> None:
     assert resolve({"context": "lab"}).labels == {"role": "decode"}
     flags = {"context": "prod", "labels": ("dp=1,tp=3",)}
     assert resolve(flags).labels == {"role": "prefill", "tp": "3", "dp": "1"}
@@ -157,32 +150,32 @@ def test_labels_of_a_context_are_narrowed_by_flags(user_file: Path) -> None:
         resolve({"labels": ("dp=1,tp=3", "tp=4")})
 
 
-def test_the_project_ends_at_the_root_of_its_repository(
-    user_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / ".kvctl.toml").write_text('output = "csv"\n')
-    (tmp_path / "repository" / ".git").mkdir(parents=True)
-    (tmp_path / "plain").mkdir()
-    for directory in ("repository", "plain"):
-        monkeypatch.chdir(tmp_path / directory)
-        assert resolve({}).output == "table"
-    monkeypatch.chdir(tmp_path)
-    assert resolve({}).output == "csv"
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        (CONTEXTS, "--context: no context 'prdo' in .*, did you mean prod"),
+        ({}, "there are none: kvctl context add"),
+        ({"prdo": {"endpoint": 3}}, "endpoint of context prdo in .*: 3 is not a list"),
+        ({"prdo": {"labels": "colour=red"}}, "labels of context prdo in .* colour=red: write KEY=VALUE"),
+        ({"prdo": {"labels": 5}}, "5 is not a list of KEY=VALUE"),
+    ],
+)
+def test_a_wrong_context_is_named_with_its_file(named: dict[str, Any], words: str, saved: Contexts) -> None:
+    saved.named = named
+    saved.save()
+    with pytest.raises(click.UsageError, match=words):
+        resolve({"context": "prdo"})
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    "text",
     [
-        (CONTEXTS, "--context: no context 'prdo' in .*, did you mean prod"),
-        ("", "there are none: kvctl context add"),
-        ("contexts = 3", r"must be tables, \[contexts.NAME\]"),
-        ("[contexts.x]\nendpiont = 'a'", "context x: unknown key 'endpiont'"),
-        ("[contexts.prdo]\nendpoint = 3", "endpoint of context prdo in .*: 3 is not a list"),
-        ("[contexts.prdo]\nlabels = 'colour=red'", "labels of context prdo in .* colour=red: write KEY=VALUE"),
-        ("[contexts.prdo]\nlabels = 5", "5 is not a list of KEY=VALUE"),
+        *("", "[", "[]", "{}", '{"in_use": 1, "contexts": {}}', '{"in_use": null, "contexts": []}'),
+        *('{"in_use": null, "contexts": {"x": 1}}', '{"in_use": null, "contexts": {"x": {"endpiont": "a"}}}'),
     ],
 )
-def test_a_wrong_context_is_named_with_its_file(user_file: Path, text: str, words: str) -> None:
-    user_file.write_text(text)
-    with pytest.raises(click.UsageError, match=words):
-        resolve({"context": "prdo"})
+def test_a_broken_file_of_contexts_is_named(text: str, saved: Contexts) -> None:
+    saved.path.write_text(text)
+    with pytest.raises(click.UsageError) as refused:
+        resolve({})
+    assert str(saved.path) in str(refused.value)

@@ -1,4 +1,4 @@
-"""Commands about servers without an agent, by their metrics: `--url` of doctor, and `-e metrics://…` of the others."""
+"""Commands about servers without an agent, by their metrics: `-e URL`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def servers() -> Iterator[tuple[Exporter, Exporter]]:
 
 def test_doctor(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
     prefill, decode = servers
-    outcome = kvctl("doctor", "--url", prefill.url, "--url", decode.place, "-o", "table")
+    outcome = kvctl("doctor", "-e", prefill.url, "-e", f"metrics://{decode.place}", "-o", "table")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("i 1 info   2 agents\n")
     assert "KV_HOLD_EXPIRED" in outcome.out
@@ -36,31 +36,18 @@ def test_doctor(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
 def test_doctor_of_a_server_that_fails(kvctl: Any) -> None:
     with Exporter(recorded("vllm-decode-failed-1")) as server:
         server.later = recorded("vllm-decode-failed-2")
-        outcome = kvctl("doctor", "--url", server.url, "-o", "json")
+        outcome = kvctl("doctor", "-e", server.url, "-o", "json")
     (found,) = outcome.data
     assert (outcome.code, found["code"], found["severity"]) == (1, "KV_REQUESTS_FAILED", "warning")
     assert found["next"] == f"kvctl metrics show -e {server.url}/metrics"
 
 
-@pytest.mark.parametrize("more", [("--host-only",), ("--", "vllm", "serve", "MODEL")])
-def test_doctor_examines_one_thing(more: tuple[str, ...], kvctl: Any) -> None:
-    outcome = kvctl("doctor", "--url", "http://node-0:8000", *more)
-    assert outcome.code == 2
-    assert "--url examines servers that run" in outcome.err
-
-
 def test_doctor_without_an_answer(kvctl: Any) -> None:
     place = f"127.0.0.1:{closed_port()}"
-    outcome = kvctl("doctor", "--url", f"{place}/metrics?token=hunter2", "-o", "table")
+    outcome = kvctl("doctor", "-e", f"http://{place}/metrics?token=hunter2", "-o", "table")
     assert outcome.code == 3
     assert f"{place}: cannot connect: Connection refused" in outcome.err
     assert outcome.out.endswith(f"next: curl -m 10 http://{place}/metrics\n")
-
-
-@pytest.mark.parametrize("url", ["tcp://node-0:8000", "ipc:///tmp/agent.sock", "file:///etc/passwd", "k8s://prod"])
-def test_doctor_takes_urls_of_metrics(url: str, kvctl: Any) -> None:
-    outcome = kvctl("doctor", "--url", url)
-    assert (outcome.code, "--url takes http://" in outcome.err) == (2, True)
 
 
 def test_status(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:

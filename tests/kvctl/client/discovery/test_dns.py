@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,47 +72,9 @@ def test_a_resolver_without_a_time_limit_ends_with_ours(monkeypatch: pytest.Monk
     "url",
     [
         *("dns://kv", "dns://:7311", "dns://kv:0", "dns://kv:7311+0", "dns://kv:7311+65", "dns://kv:65535+2"),
-        *("dns://k v:1", "srv://kv", "srv://_kv.name", "srv://_kv._udp.name", "srv://_kv._tcp.", "srv://_kv._tcp.a b"),
+        "dns://k v:1",
     ],
 )
 def test_a_malformed_url_is_a_usage_error(url: str) -> None:
-    with pytest.raises(CliError, match=r"write (dns|srv)://"):
+    with pytest.raises(CliError, match="write dns://"):
         open_source(url, NO_KEYS)
-
-
-def test_service_records_without_the_package_name_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "dns", None)
-    monkeypatch.setitem(sys.modules, "dns.resolver", None)
-    with pytest.raises(CliError, match=r"pip install '\.\[dns\]'"):
-        open_source("srv://_kv._tcp.name", NO_KEYS)
-
-
-class Records(list[Any]):
-    """A resolver, and its answer to a query for service records: targets that have `addresses` addresses each."""
-
-    def __init__(self, targets: int, addresses: int) -> None:
-        super().__init__(SimpleNamespace(target=f"t{number}.", port=7311) for number in range(targets))
-        self.addresses, self.asked = addresses, 0
-        self.response = SimpleNamespace(additional=[])
-
-    def resolve(self, name: str, kind: str, **_: object) -> Any:
-        if kind == "SRV":
-            return self
-        self.asked += 1
-        return [f"10.{self.asked >> 8}.{self.asked & 255}.{number}" for number in range(self.addresses)]
-
-
-def test_the_limit_of_agents_applies_to_all_targets_of_a_service_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    records = Records(targets=16_384, addresses=200)
-    monkeypatch.setattr("dns.resolver.Resolver", lambda: records)
-    source = open_source("srv://_kv._tcp.name", NO_KEYS)
-    with pytest.raises(SourceError, match="more than 16384 endpoints"):
-        source.find(time.monotonic_ns() + 60 * 10**9)
-    assert records.asked == 82
-
-
-def test_targets_beyond_the_deadline_are_counted_in_one_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dns.resolver.Resolver", lambda: Records(targets=1000, addresses=1))
-    found = open_source("srv://_kv._tcp.name", NO_KEYS).find(time.monotonic_ns())
-    (fault,) = found.faults
-    assert "the addresses of 1000 of 1000 targets were not found in time: raise --timeout" in fault.message
