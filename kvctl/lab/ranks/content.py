@@ -12,11 +12,10 @@ import numpy as np
 
 from kvctl.lab.ranks.content_store import HostStore, MirrorStore, PlaneView, Store, plane_views
 from kvctl.lab.ranks.geometry import group_pages, model_shape, side_of, state_items
-from kvctl.lab.ranks.gpu_store import GpuStore
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, Words, aux_row, row_bases
 from kvctl_agent.contract.choices import HOST
-from kvctl_agent.device.cuda import CudaDevice, open_device
+from kvctl_agent.device.cuda import open_device
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord, local_shards, mix64
 from kvctl_agent.layout.shape import Segment
 from kvctl_agent.memory.pool import KVPool
@@ -126,7 +125,7 @@ class Content:
         self._filled: int | None = None
         self.start = start
         self.views = plane_views(pool, start.shape["dtype_bytes"])
-        self.store = _store(pool)
+        self.store: Store = HostStore() if pool.device is None else MirrorStore(pool.device)
         self._groups, self._states = start.shape["groups"], start.shape["states"]
         # KV and draft share their pages; the segments behind them have pages or items of their own.
         self._shared = len(pool.segments) - len(self._groups) - len(self._states)
@@ -286,11 +285,3 @@ class Content:
         self.items: dict[int, tuple[Pages, ...]] = {}
         self.slots: dict[int, int] = {}
         self.free_slots = list(range(start.aux_slots))
-
-
-def _store(pool: KVPool) -> Store:
-    if pool.device is None:
-        return HostStore()
-    if isinstance(pool.device, CudaDevice):
-        return GpuStore(pool.device)
-    return MirrorStore(pool.device)

@@ -1,8 +1,8 @@
 """Writes and checks the test pattern, and the poison where no pattern belongs, in a KV pool with numpy.
 
-`HostStore` works on a pool in host memory, `MirrorStore` on a pool on a device, through copies in host memory;
-`gpu_store` does the same with a kernel on a GPU. What is said of pages applies to the items of a state component as
-well. A bench does not time these calls; they return when the work is complete.
+`HostStore` works on a pool in host memory, `MirrorStore` on a pool on a device, through copies in host memory. What is
+said of pages applies to the items of a state component as well. A bench does not time these calls; they return when the
+work is complete.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class HostStore:
 
 
 class MirrorStore:
-    """Store for a pool on a device that copies each page to or from host memory: slow, but needs no kernel."""
+    """Store for a pool on a device that copies each page to or from host memory."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -218,7 +218,8 @@ class MirrorStore:
         self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
     ) -> tuple[PlaneId, Wrong] | None:
         for (plane, base), first in zip(view.addresses(), firsts, strict=True):
-            wrong = self.check_layer(view, plane, base, pages[first : first + count], bases, first)
+            dense = self._download(view, base, pages[first : first + count])
+            wrong = view.writer.check(dense.reshape(-1), np.arange(count), bases, plane, first_page=first)
             if wrong is not None:
                 return plane, wrong
         return None
@@ -235,35 +236,11 @@ class MirrorStore:
 
     def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
         for plane, base in view.addresses():
-            found = self.first_written(view, plane, base, pages)
-            if found is not None:
-                yield found
-
-    def check_layer(
-        self, view: PlaneView, plane: PlaneId, base: int, pages: Pages, bases: Words, first: int
-    ) -> Wrong | None:
-        """Compares pages of one layer with the test pattern and returns the first wrong element, or None.
-
-        Args:
-            base: address of page 0 of the layer.
-            pages: indices of the pages to compare, which are consecutive pages of the room.
-            bases: `pattern.row_bases` of the room.
-            first: position of `pages[0]` in the room.
-        """
-        dense = self._download(view, base, pages)
-        return view.writer.check(dense.reshape(-1), np.arange(len(pages)), bases, plane, first_page=first)
-
-    def first_written(self, view: PlaneView, plane: PlaneId, base: int, pages: Pages) -> WrittenPage | None:
-        """Returns the first of `pages` in one layer that contains other bytes than poison, or None.
-
-        Args:
-            base: address of page 0 of the layer.
-        """
-        for at in range(len(pages)):
-            (found,) = self._download(view, base, pages[at : at + 1])
-            if (found != POISON).any():
-                return WrittenPage(plane, int(pages[at]), found)
-        return None
+            for at in range(len(pages)):
+                (found,) = self._download(view, base, pages[at : at + 1])
+                if (found != POISON).any():
+                    yield WrittenPage(plane, int(pages[at]), found)
+                    break
 
     def _download(self, view: PlaneView, base: int, pages: Pages) -> Bytes:
         dense = _dense(view, len(pages))

@@ -30,7 +30,7 @@ MIN_BATCH_ROOMS = 12
 BATCH_BYTES = 512 << 20
 # A GPU moves a room in half a millisecond: four windows of eight rooms took 20 ms, of which start and end took 3.
 GPU_BATCH_WINDOWS = 16
-GPU_BATCH_BYTES = 16 << 30
+GPU_BATCH_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)

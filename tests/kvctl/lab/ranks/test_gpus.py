@@ -177,7 +177,7 @@ def test_a_batch_on_gpus_has_more_windows_of_rooms(have: Callable[..., None]):
     load = Load(8, Tokens(values=(1024,)))
     on_gpus = make_plan(request(loads=(load,), rooms=256))
     on_host = make_plan(request(loads=(load,), rooms=256, device="cpu", memory_bytes=140 * GIB))
-    assert [end - first for first, end in on_gpus["loads"][0]["batches"]] == [128, 128]
+    assert [end - first for first, end in on_gpus["loads"][0]["batches"]] == [64] * 4
     assert [end - first for first, end in on_host["loads"][0]["batches"]] == [37] * 6 + [34]
 
 
