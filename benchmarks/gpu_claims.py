@@ -153,27 +153,15 @@ def worst_ttft(document: Document) -> float | None:
     return max((_gain(*pair) for pair in pipelined(document)), default=None)
 
 
-def slowdown(path: str, pipeline: str) -> Callable[[Document], float | None]:
-    """Returns a function that reads the largest slowdown of compute during transfers, over all lengths."""
-
-    def measure(document: Document) -> float | None:
-        found = (run.get("compute_slowdown_ratio") for run in runs(document, path=path, pipeline=pipeline))
-        return max((each for each in found if each is not None), default=None)
-
-    return measure
-
-
 _PERCENT = "{:+.1%}"
 _TIMES = "{:.2f} x"
 _BIG = "--model llama-3.1-70b --page-size 16 --page-order random"
 _TINY = "--layers 2 --kv-heads 4 --head-dim 16 --page-size 16"
-_SWEEP = "--preset pipeline-sweep --sweep tokens=1024,2048,4096,8192,16384"
-_TINY_SWEEP = "--model llama-3.1-8b --layers 4 --kv-heads 2 --head-dim 16 --path staged --pipeline off,on --layer-ms 1"
-_SLOWDOWNS = tuple(
-    Claim(f"compute slowed down, {path}, pipeline {how}", slowdown(path, how), show=_PERCENT)
-    for path in ("staged", "direct")
-    for how in ("off", "on")
+_SWEEP = (
+    "--model qwen2.5-72b --pipeline off,on --layer-ms 3 --concurrency 1 --rooms 8 "
+    "--sweep tokens=1024,2048,4096,8192,16384"
 )
+_TINY_SWEEP = "--model llama-3.1-8b --layers 4 --kv-heads 2 --head-dim 16 --path staged --pipeline off,on --layer-ms 1"
 
 
 def _equal(page_size: int) -> Bench:
@@ -197,7 +185,7 @@ def _equal(page_size: int) -> Bench:
 def _pipelined(name: str, transport: str, paths: str, *claims: Claim, **environment: str) -> Bench:
     return Bench(
         name,
-        f"{_SWEEP} --compute gpu --transport {transport} --path {paths} --point-seconds 4",
+        f"{_SWEEP} --transport {transport} --path {paths} --point-seconds 4",
         claims,
         f"{_TINY_SWEEP} --tokens 1024 --rooms 2",
         60.0,
@@ -254,12 +242,12 @@ def benches(slow: str) -> Sequence[Bench]:
         _equal(64),
         Bench(
             "staging-sweep",
-            "--preset staging-sweep --point-seconds 5",
+            "--prefill-tp 4 --decode-dp 4 --path slice,staged,direct --sweep concurrency=1..1024 --point-seconds 5",
             (
                 Claim("staging sweep at 512: TTFT, staged of slice", ttft_at(512, "staged", "slice"), at_most=0.1),
                 Claim("staging sweep at 512: TTFT, direct of slice", ttft_at(512, "direct", "slice")),
             ),
-            "--preset staging-sweep --sweep concurrency=1,2 --rooms 2 --tokens 64",
+            f"{_TINY} --prefill-tp 4 --decode-dp 4 --path slice,staged --sweep concurrency=1,2 --rooms 2 --tokens 64",
             90.0,
         ),
         _pipelined(
@@ -267,7 +255,6 @@ def benches(slow: str) -> Sequence[Bench]:
             "nixl",
             "staged,direct",
             Claim("pipelined on the fast lane: TTFT at worst", worst_ttft, at_most=0.01, show=_PERCENT),
-            *_SLOWDOWNS,
         ),
         _pipelined(
             "pipeline-slow",

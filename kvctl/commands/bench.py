@@ -14,27 +14,21 @@ import click
 import orjson
 
 from kvctl.commands.bench_options import GroupedCommand, bench_options
-from kvctl.commands.bench_request import BenchRequest, Wave, plan_fleets, resolve
+from kvctl.commands.bench_request import BenchRequest, plan_fleets, resolve
 from kvctl.commands.options import pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.bench.baseline import FAIL, PASS, UNDECIDED, compare, lines, load_baseline
 from kvctl.lab.bench.results import Outcome
-from kvctl.lab.bench.rows import with_delta
 from kvctl.lab.bench.session import Session, Steps, measure
-from kvctl.lab.bench.trials import Case
 from kvctl.lab.bench.variants import Variant
-from kvctl.lab.bench.views import BENCH, PLAN, blocks, contestants, plan_captions, plan_rows, plan_table
+from kvctl.lab.bench.views import BENCH, PLAN, blocks, plan_captions, plan_rows, plan_table
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.plan import Plan
 from kvctl.render.report import Block, Grid, Report, Text
 
-# Repeats of cases whose comparison with the baseline is undecided.
-_MORE_REPEATS = 3
-
-PlannedFleets = Sequence[tuple[Wave, Sequence[tuple[Variant, Plan]]]]
+PlannedFleets = Sequence[Sequence[tuple[Variant, Plan]]]
 
 
 @click.command(
@@ -79,52 +73,27 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     if servers := sorted(given & {"sides", "together", "server_args"}):
         raise click.BadParameter("requires --engine sglang", param_hint=f"--{servers[0].replace('_', '-')}")
     request = resolve(options, given)
-    _check_columns(output, request, plan_only)
-    baseline = None
-    if options["baseline"] is not None:
-        try:
-            baseline = load_baseline(options["baseline"])
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint="--baseline") from error
-    for note in request.notes:
-        output.note(note)
+    output.selection(PLAN if plan_only else BENCH)  # refuses unknown columns before any process is started
     planned = plan_fleets(request, output)
     if plan_only:
-        rows = [row for _, pairs in planned for variant, plan in pairs for row in plan_rows(plan, variant.name)]
+        rows = [row for pairs in planned for variant, plan in pairs for row in plan_rows(plan, variant.name)]
         view = plan_table(rows)
-        captions = plan_captions([plan for _, pairs in planned for _, plan in pairs])
+        captions = plan_captions([plan for pairs in planned for _, plan in pairs])
         text: list[Block] = [Text([[(line, "")] for line in captions])] if captions else []
         output.emit(Report(view, rows, answered=1, blocks=lambda kept, _width: [*text, Grid(view, kept)]))
         return
-    raise click.exceptions.Exit(BenchRun(output, settings, request, planned, baseline).run())
-
-
-def _check_columns(output: Output, request: BenchRequest, plan_only: bool) -> None:
-    """Checks --columns, --sort-by and --filter against the table to be printed, before any process is started.
-
-    Raises:
-        click.UsageError: an option names a column that the table does not have, or is otherwise invalid.
-    """
-    output.selection(PLAN if plan_only else BENCH if request.preset is None else request.preset.table)
+    raise click.exceptions.Exit(BenchRun(output, settings, request, planned).run())
 
 
 class BenchRun:
     """Runs the planned fleets and reports their results."""
 
-    def __init__(
-        self,
-        output: Output,
-        settings: Settings,
-        request: BenchRequest,
-        planned: PlannedFleets,
-        baseline: dict[str, Any] | None,
-    ) -> None:
+    def __init__(self, output: Output, settings: Settings, request: BenchRequest, planned: PlannedFleets) -> None:
         self._output = output
         self._settings = settings
         self._request = request
         self._planned = planned
-        self._baseline = baseline
-        self._outcome = Outcome(request.preset.name if request.preset else "", request.source)
+        self._outcome = Outcome()
         self._started_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
     @property
@@ -138,19 +107,17 @@ class BenchRun:
         """
         code = ExitCode.OK
         with Steps(self._settings.quiet, self._output.detail) as steps:
-            steps.expect(sum(wave.program.trials(plan) for wave, pairs in self._planned for _, plan in pairs))
-            for wave, pairs in self._planned:
+            steps.expect(sum(self._request.program.trials(plan) for pairs in self._planned for _, plan in pairs))
+            for pairs in self._planned:
                 with ExitStack() as stack:
-                    sessions = [self._session(wave, *pair, len(pairs) > 1, stack, steps) for pair in pairs]
+                    sessions = [self._session(*pair, len(pairs) > 1, stack, steps) for pair in pairs]
                     code = self._measure(sessions, steps)
                     code = code or self._stop(sessions)
                 if code is not ExitCode.OK:
                     break
         return self._report() or code
 
-    def _session(
-        self, wave: Wave, variant: Variant, plan: Plan, together: bool, stack: ExitStack, steps: Steps
-    ) -> Session:
+    def _session(self, variant: Variant, plan: Plan, together: bool, stack: ExitStack, steps: Steps) -> Session:
         """Creates a session and lets `stack` close it.
 
         Args:
@@ -160,7 +127,7 @@ class BenchRun:
             Session(
                 variant,
                 plan,
-                wave.program,
+                self._request.program,
                 steps,
                 self._options["verify"],
                 self._options["point_seconds"],
@@ -174,10 +141,6 @@ class BenchRun:
     def _measure(self, sessions: Sequence[Session], steps: Steps) -> ExitCode:
         try:
             measure(sessions, steps)
-            for session in sessions:
-                for _ in range(_MORE_REPEATS):
-                    if undecided := self._undecided(session):
-                        session.repeat(undecided)
         except KeyboardInterrupt:
             return ExitCode.INTERRUPTED
         except FleetError as error:
@@ -204,15 +167,13 @@ class BenchRun:
         return ExitCode.FAILED if crashed else ExitCode.OK
 
     def _report(self) -> ExitCode:
-        """Prints and saves the results; returns FAILED if rooms failed, bytes were wrong, or a result regressed."""
+        """Prints and saves the results; returns FAILED if rooms failed or bytes were wrong."""
         rows = self._outcome.rows()
         problems = self._outcome.problems
         if rows:
             self._write_files()
-            if self._baseline is not None:
-                rows, regressions = self._compared(rows, self._baseline)
-                problems += regressions
-            self._output.emit(self._table(rows))
+            terminal = partial(blocks, outcome=self._outcome)
+            self._output.emit(Report(BENCH, rows, answered=1, blocks=lambda kept, _width: terminal(kept)))
         for line in problems:
             print_error(line)
         return ExitCode.FAILED if problems or self._outcome.verified is False else ExitCode.OK
@@ -229,54 +190,3 @@ class BenchRun:
             page = render(self._outcome.document(), command, self._started_at)
             html.write_text(page, encoding="utf-8")
             self._output.note(f"the report is in {html}")
-
-    def _compared(
-        self, rows: list[dict[str, Any]], baseline: Mapping[str, Any]
-    ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Compares the rows with the baseline.
-
-        Returns:
-            The rows with the baseline's values, and an error line for each regression. If the baseline does not fit the
-            bench, the unchanged rows and one error line.
-        """
-        file, allowed = self._options["baseline"], self._options["max_regress"]
-        shape = self._outcome.measured[0].results.plan["shape"]
-        try:
-            rows = compare(rows, shape, baseline, allowed)
-        except ValueError as error:
-            return rows, [f"{file}: {error}"]
-        for line in lines(rows, UNDECIDED):
-            self._output.note(line)
-        passed = [row for row in rows if row["baseline"] is not None and row["baseline"]["verdict"] == PASS]
-        changes = ", ".join(
-            f"{name} {row['baseline']['change_ratio']:+.1%}"
-            for name, row in zip(contestants(passed), passed, strict=True)
-        )
-        if passed:
-            self._output.note(f"PASS: within {allowed:.0%} of {file}: {changes}")
-        return rows, lines(rows, FAIL)
-
-    def _undecided(self, session: Session) -> list[Case]:
-        """Returns the cases of a fleet whose comparison with the baseline needs more rounds."""
-        if self._baseline is None:
-            return []
-        results, rows = session.results, self._outcome.rows_of(session.measured)
-        try:
-            rows = compare(rows, results.plan["shape"], self._baseline, self._options["max_regress"])
-        except ValueError:  # the report says so
-            return []
-        return [
-            case
-            for case, row in zip(results.trials(), rows, strict=True)
-            if row["baseline"] is not None and row["baseline"]["verdict"] == UNDECIDED
-        ]
-
-    def _table(self, rows: list[dict[str, Any]]) -> Report:
-        """Returns the report to print: the preset's table or, without a preset, the comparison of the paths."""
-        preset = self._request.preset
-        terminal = partial(blocks, outcome=self._outcome)
-        if preset is None:
-            return Report(BENCH, rows, answered=1, blocks=lambda kept, _width: terminal(kept, view=None))
-        if preset.within:
-            rows = with_delta(rows, preset.within)
-        return Report(preset.table, rows, answered=1, blocks=lambda kept, _width: terminal(kept, view=preset.table))

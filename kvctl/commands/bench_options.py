@@ -11,14 +11,7 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from kvctl.commands.options import KvctlCommand, Parsed
-from kvctl.lab.bench.options import (
-    parse_busy_engines,
-    parse_cp_modes,
-    parse_percent,
-    parse_scale,
-    parse_sweep,
-)
-from kvctl.lab.bench.presets import PRESETS
+from kvctl.lab.bench.options import parse_busy_engines, parse_cp_modes, parse_sweep
 from kvctl.lab.bench.sglang_pairs import SIDES, UNDIVIDED, parse_sides
 from kvctl.lab.ranks.request import (
     VERIFY_MODES,
@@ -91,7 +84,6 @@ def bench_options() -> list[click.Parameter]:
         *_layout(),
         *_declared("Model", ModelOptions),
         *_load(),
-        *_traffic(),
         *_engine(),
         *_declared("GPUs", DeviceOptions),
         *_compute(),
@@ -143,14 +135,13 @@ def _layout() -> list[click.Option]:
 
 def _load() -> list[click.Option]:
     option = partial(grouped_option, "Load")
-    tokens = "Prompt lengths: fixed, in turn, or uniform. With --sessions: tokens that each turn adds."
+    tokens = "Prompt lengths: fixed, in turn, or uniform."
     rate = "Requests arrive at random, R per second, with at most --concurrency in flight."
     sweep = "concurrency=1,4,16 or tokens=256..16384 (powers of two). Repeatable."
     point = (
         "Stop each path at each load after about X seconds; a slow path then runs fewer rooms, with a note. "
-        "[default: no limit; 5 with --preset and --device cuda]"
+        "[default: no limit]"
     )
-    presets = f"A published table: {', '.join(PRESETS)}."
     return [
         option("--tokens", "N|A,B,…|LO..HI", tokens, parse_tokens, default="1024"),
         option("--prefix-hit", None, "Part of each prompt that decode has cached.", default=0.0),
@@ -163,22 +154,6 @@ def _load() -> list[click.Option]:
         ),
         option("--point-seconds", "X", point, type=_POSITIVE),
         option("--seed", "N", "Draw the same lengths, arrivals and pages as another run.", type=click.IntRange(min=0)),
-        option("--preset", "NAME", presets, type=click.Choice(list(PRESETS))),
-    ]
-
-
-def _traffic() -> list[click.Option]:
-    option = partial(grouped_option, "Real traffic")
-    trace = "Replay requests in Mooncake's format; --rooms limits them to the first N."
-    speedup = "Divide the arrival times by X; inf: as fast as --concurrency allows."
-    cache = "Prefix cache of each decode dp group. [default: half of its memory]"
-    return [
-        option("--trace", "FILE", trace, type=_FILE),
-        option("--tokens-scale", "X", "Multiply the trace's lengths by X.", parse_scale, default="1"),
-        option("--speedup", "X", speedup, default=1.0, type=_POSITIVE),
-        option("--sessions", "N", "N conversations; each turn reuses the previous ones.", type=_COUNT),
-        option("--turns", "N", "Turns of each conversation. [default: 10]", type=_COUNT),
-        option("--cache-tokens", "N", cache, type=click.IntRange(min=0)),
     ]
 
 
@@ -227,15 +202,9 @@ def _result() -> list[click.Option]:
     option = partial(grouped_option, "Result")
     verify = "Compare all received bytes, a sample, or none."
     html = "Write a report with charts as one self-contained page."
-    regress = (
-        "Allowed loss of GB/s against --baseline. FAIL: the spreads of both results are farther apart; UNDECIDED, with "
-        "exit status 0: more is lost, but the spreads are not so far apart even after more rounds, so it may be noise."
-    )
     return [
         option("--verify", None, verify, type=click.Choice(VERIFY_MODES), default="full"),
         option("--plan plan_only", None, "Print what each rank would send to which, and start nothing.", is_flag=True),
         option("--save", "FILE", "Write the result as JSON.", type=_FILE),
         option("--html", "FILE", html, type=_FILE),
-        option("--baseline", "FILE", "Compare with a saved result: PASS, FAIL or UNDECIDED.", type=_FILE),
-        option("--max-regress", "PERCENT", regress, parse_percent, default="5%"),
     ]

@@ -200,7 +200,7 @@ def _layout(hosts: Sequence[str], options: Mapping[str, Any]) -> tuple[list[Plan
     with bench.make_context("preflight", []) as defaults:
         asked = {**defaults.params, **{name: options[name] for name in options if name in defaults.params}}
     asked |= {"transports": ("loopback",), "device": "cpu", "cp_modes": asked["cp_modes"][:1]}
-    request = resolve(asked, given).waves[0].variants[0].request
+    request = resolve(asked, given).waves[0][0].request
     # Memory and engines of this machine do not matter; a long prompt reaches all ranks that share one.
     load = Load(1, Tokens((8192,)), 1)
     plan = make_plan(replace(request, loads=(load,), memory_bytes=_ANY_MEMORY_BYTES))

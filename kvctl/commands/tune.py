@@ -11,7 +11,7 @@ import click
 
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_options import GroupedCommand, bench_options, grouped_option
-from kvctl.commands.bench_request import BenchRequest, Wave, plan_fleets, resolve
+from kvctl.commands.bench_request import BenchRequest, plan_fleets, resolve
 from kvctl.commands.options import pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
@@ -32,11 +32,11 @@ from kvctl.render.view import Column, Kind, View, Width
 _PAGE_SIZES = (16, 32, 64, 128)
 _MAX_PAGE = 1 << 16
 _POINT_SECONDS = 3.0
-_GROUPS = ("Layout", "Model", "Load", "Real traffic", "Engine", "GPUs")
+_GROUPS = ("Layout", "Model", "Load", "Engine", "GPUs")
 # Options that tune itself varies, or that only a table has.
 _NOT_TAKEN = frozenset(
     {
-        *("ring_mb", "chunk_tokens", "cp_modes", "sweep", "preset", "repeat", "point_seconds"),
+        *("ring_mb", "chunk_tokens", "cp_modes", "sweep", "repeat", "point_seconds"),
         *("prefill_page_size", "decode_page_size", "groups"),
     }
 )
@@ -116,10 +116,10 @@ def tune(settings: Settings, page_sizes: tuple[int, ...] | None, **options: Any)
         options["seed"] = secrets.randbits(48)  # all candidates transfer the same rooms
     search = _Search(options, given, settings, output)
     first = search.resolve({})
-    variant = first.waves[0].variants[0]
+    variant = first.waves[0][0]
     request = variant.request
     has_cp = any(each.cp > 1 for each in request.prefill)
-    (_, ((_, plan),)), *_ = plan_fleets(first, output)
+    ((_, plan),), *_ = plan_fleets(first, output)
     tokens = max(room["tokens"] - room["prefix_tokens"] for room in plan["loads"][0]["rooms"])
     search.repeat(-(-MIN_ROUNDS // len(plan["loads"][0]["batches"])))
     try:
@@ -187,13 +187,12 @@ class _Search:
         """Runs the fleets of all changed options in turns, and yields a candidate for each combination."""
         request, *others = map(self.resolve, changes)
         if others:
-            variants = [each.waves[0].variants[0] for each in (request, *others)]  # each has one fleet
-            named = [replace(variant, fleet=f"{name} {number}") for number, variant in enumerate(variants)]
+            variants = [each.waves[0][0] for each in (request, *others)]  # each has one fleet
+            named = [replace(variant, label=f"{name} {number}") for number, variant in enumerate(variants)]
             waves = [named] if self._in_turns else [[each] for each in named]
-            program = request.waves[0].program
-            request = replace(request, waves=tuple(Wave(tuple(wave), program) for wave in waves))
-        for wave, fleets in plan_fleets(request, self._quiet):
-            yield from run_fleets(wave.program, fleets, self.steps, self._options["point_seconds"], name)
+            request = replace(request, waves=waves)
+        for fleets in plan_fleets(request, self._quiet):
+            yield from run_fleets(request.program, fleets, self.steps, self._options["point_seconds"], name)
 
 
 def _row(candidate: Candidate) -> dict[str, Any]:

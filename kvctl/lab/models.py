@@ -36,7 +36,7 @@ class ModelPreset:
     Attributes:
         head_dim: elements of a K head, and of a V head unless `v_head_dim` is set. For kind "mla", elements of a latent
             row; such a model has one KV head and no V.
-        widths: matrix widths, for ranks that compute on GPUs.
+        widths: matrix widths, for models with random weights.
         kind: "mha" (separate K and V, which includes GQA) or "mla" (a latent).
         states: per-request state other than the KV cache.
     """

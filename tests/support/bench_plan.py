@@ -28,7 +28,7 @@ def bench_plan(batches: Sequence[Sequence[int]], room: dict[str, Any], shape: di
         shape: Fields of the model's shape that are not the default.
         changes: Fields of the plan.
     """
-    alike = {"tokens": 64, "prefix_tokens": 0, "decode_dp": 0, "arrival_ms": None, "output_tokens": 0, "session": -1}
+    alike = {"tokens": 64, "prefix_tokens": 0, "decode_dp": 0, "arrival_ms": None, "output_tokens": 0}
     windows = [1] * (batches[0][1] - batches[0][0])
     load = {
         "concurrency": len(windows),
@@ -49,7 +49,6 @@ def bench_plan(batches: Sequence[Sequence[int]], room: dict[str, Any], shape: di
         "page_order": "random",
         "transport": "nixl",
         "device": "cpu",
-        "compute": "sleep",
         "ranks": [],
         "pipelines": ["off"],
         "cp_mode": "rank0",

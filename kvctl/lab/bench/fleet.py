@@ -36,8 +36,6 @@ _MARGIN_S = 15.0
 # A tenth of the rate of the slowest transport.
 _SLOWEST_BYTES_PER_S = 10e6
 _MIN_RUN_S = 30.0
-# Three times the compute time of one layer of the largest models, for one chunk on one GPU.
-_SLOWEST_LAYER_MS = 100.0
 _ENGINE_TURNS_S = 0.2  # of busy engines for a room: each of its steps waits for a turn of up to 25 ms
 # Whole pools are poisoned and checked for stray writes, by ranks that share cores and memory bandwidth.
 _SLOWEST_SWEEP_BYTES_PER_S = 50e6
@@ -137,7 +135,6 @@ class Fleet(RankGroup):
     def _simulated_s(self, rooms: Sequence[Room], run: Run) -> float:
         """Returns an upper bound of the seconds that arrivals, compute and decoding add to a run of these rooms."""
         chunks = sum(-(-room.tokens // self._plan["chunk_tokens"]) for room in rooms)
-        layer_ms = _SLOWEST_LAYER_MS if self._plan["compute"] == "gpu" else run.layer_ms
-        compute_ms = chunks * self._plan["shape"]["layers"] * layer_ms
+        compute_ms = chunks * self._plan["shape"]["layers"] * run.layer_ms
         compute_ms += sum(room.output_tokens for room in rooms) * run.decode_ms
         return (max((room.arrival_ms or 0.0 for room in rooms), default=0.0) + compute_ms) / 1e3

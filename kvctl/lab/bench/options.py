@@ -1,11 +1,9 @@
-"""Parses the values of options that only `kvctl bench` has: sweeps, comparisons, percentages.
+"""Parses the values of options that only `kvctl bench` has: sweeps and comparisons.
 
 Every function raises ValueError for a malformed value, with an example of a correct one.
 """
 
 from __future__ import annotations
-
-from fractions import Fraction
 
 from kvctl.lab.ranks.request import BUSY_ENGINES, CP_MODES, Load, Tokens, parse_choices, positive
 from kvctl_agent.contract.config import KEYS_BY_NAME
@@ -37,17 +35,6 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     return axis, list(dict.fromkeys(points))
 
 
-def parse_percent(text: str) -> float:
-    """Parses `5%` or `5` as 0.05."""
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 100:
-        raise ValueError(f"{text!r} is not a percentage: write 5%")
-    return value / 100
-
-
 def sweep_loads(concurrency: int, tokens: Tokens, sweeps: list[tuple[str, list[int]]]) -> tuple[Load, ...]:
     """Returns a load for every combination of swept values; an axis without a sweep keeps the value of its option.
 
@@ -70,14 +57,3 @@ def parse_cp_modes(text: str) -> tuple[str, ...]:
 def parse_busy_engines(text: str) -> tuple[str, ...]:
     """Parses a comma-separated list of `BUSY_ENGINES`."""
     return parse_choices(text, BUSY_ENGINES, lambda word: word in BUSY_ENGINES)
-
-
-def parse_scale(text: str) -> Fraction:
-    """Parses the factor of a trace's prompt lengths as an exact fraction."""
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(0)
-    if not 0 < value <= 100:
-        raise ValueError(f"{text!r} is not a factor: write a number above 0 and up to 100, such as 0.05")
-    return value

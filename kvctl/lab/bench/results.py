@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from kvctl.lab.bench.machine import ROOFLINES, fingerprint
 from kvctl.lab.bench.room_timing import TimedTrial, time_rooms
 from kvctl.lab.bench.rows import mismatches, rounds_of, row_of, with_delta
-from kvctl.lab.bench.traffic import Source, planned_requests
 from kvctl.lab.bench.trials import LOAD_STRIDE, Case, Trial
 from kvctl.lab.bench.variants import Variant, sizes_text
 from kvctl.lab.ranks.messages import Gpu, Mismatch, Ready
@@ -119,17 +118,10 @@ class Measured(NamedTuple):
 
 
 class Outcome:
-    """Results of all fleets of a bench.
+    """Results of all fleets of a bench."""
 
-    Args:
-        preset: Name of the preset; "" without one.
-        source: The trace or sessions that define the requests; None if the loads define them.
-    """
-
-    def __init__(self, preset: str = "", source: Source | None = None) -> None:
+    def __init__(self) -> None:
         self.measured: list[Measured] = []
-        self._preset = preset
-        self._source = source
 
     @property
     def verified(self) -> bool | None:
@@ -142,7 +134,7 @@ class Outcome:
         """The lines of `Results.problems` of all fleets, with the fleet's name if there are several fleets."""
         several = len(self.measured) > 1
         return [
-            f"{each.variant.fleet} {each.variant.label}".strip() + f": {line}" if several else line
+            f"{each.variant.label}: {line}" if several else line
             for each in self.measured
             for line in each.results.problems
         ]
@@ -174,7 +166,7 @@ class Outcome:
         plan = self.measured[0].results.plan
         roofline = self.roofline()
         lanes = sorted({lane for each in self.measured for lane in each.results.lanes()})
-        document = {
+        return {
             "schema": SCHEMA,
             "verified": self.verified,
             "shape": plan["shape"],
@@ -188,17 +180,11 @@ class Outcome:
             "runs": self.rows(),
             "env": fingerprint(plan["device"], lanes, self.gpus()),
         }
-        if self._preset:
-            document["preset"] = self._preset
-        if self._source is not None:
-            document["traffic"] = {**self._source.facts, "requests": planned_requests(plan)}
-        return document
 
     def rows_of(self, each: Measured) -> list[dict[str, Any]]:
         """Returns a row per case of a fleet, in the order of `Results.trials`."""
         request, results = each.variant.request, each.results
         layout = {
-            "fleet": each.variant.fleet,
             "prefill": " + ".join(map(sizes_text, request.prefill)),
             "decode": sizes_text(request.decode),
             "cp_size": max(sizes.cp for sizes in request.prefill),

@@ -23,7 +23,6 @@ class RoomTiming:
             sample that the ranks report.
         nbytes: bytes transferred.
         done_ns: success on all prefill ranks, which learn from the decode ranks that the room has ended.
-        alone_ns: compute time of the room's layers while nothing is sent; None without compute on a GPU.
     """
 
     room: Room
@@ -37,12 +36,6 @@ class RoomTiming:
     hidden_ns: int | None
     nbytes: int
     done_ns: int
-    alone_ns: int | None = None
-
-    @property
-    def slowdown_ratio(self) -> float | None:
-        """Relative increase of the compute time caused by concurrent transfers; None if unknown."""
-        return self.compute_ns / self.alone_ns - 1 if self.alone_ns else None
 
     @property
     def latency_ns(self) -> int:
@@ -100,9 +93,6 @@ def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[i
     hidden: dict[int, int] = {}
     for index, before_ns, _ in (row for report in prefill for row in report["hidden"]):
         hidden[index] = max(hidden.get(index, 0), before_ns)
-    alone: dict[int, int] = {}
-    for index, alone_ns in (row for report in prefill for row in report.get("compute_alone", ())):
-        alone[index] = max(alone.get(index, 0), alone_ns)
     timings: dict[int, RoomTiming] = {}
     for room in (room for room in trial.rooms if room.index not in failures):
         index = room.index
@@ -121,7 +111,6 @@ def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[i
                 hidden.get(index),
                 nbytes[index],
                 done,
-                alone.get(index),
             )
         else:
             failures[index] = "no rank reported its end"

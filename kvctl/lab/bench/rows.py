@@ -28,8 +28,8 @@ _ROUND_FIELDS = (
     *("latency_ms", "ttft_ms", "tpot_ms"),
 )
 # Rows of one load that differ in these fields are different choices, whatever they sent.
-_CONDITIONS = ("fleet", "transport", "cp_mode", "busy_engine", "prefill", "decode")
-_CHOICE = ("fleet", "transport", "cp_mode", "path", "pipeline")
+_CONDITIONS = ("transport", "cp_mode", "busy_engine", "prefill", "decode")
+_CHOICE = ("transport", "cp_mode", "path", "pipeline")
 
 
 def row_of(
@@ -58,7 +58,6 @@ def row_of(
     correct = not failed and not any(mismatches(trial) for trial in trials) if verified else None
     counts = ([report["groups"] for report in each.trial.reports.values()] for each in trials)
     groups = [most for each in counts if (most := max(each, default=0))]
-    slowdowns = [each.slowdown_ratio for each in timings if each.slowdown_ratio is not None]
     sent = {
         f"{name}_per_room": sum(reports.by_label(f"kvctl_{name}_total", "prefill").values()) / len(timings)
         if timings
@@ -71,7 +70,6 @@ def row_of(
         "path": case.path,
         "transport": plan["transport"],
         "device": plan["device"],
-        "compute": plan["compute"],
         "pipeline": case.pipeline,
         "cp_mode": plan["cp_mode"],
         "busy_engine": case.busy_engine,
@@ -102,7 +100,6 @@ def row_of(
         "floor_ratio": _latency_over_copy(timings, copy_roofline(plan, roofline)),
         "prefix_hit_ratio": sum(each["prefix_tokens"] for each in prompts) / max(1, sum(e["tokens"] for e in prompts)),
         **_times(timings),
-        "compute_slowdown_ratio": median(slowdowns) if slowdowns else None,
         "groups": round(median(groups)) if groups else None,
         "pipeline_decisions": reports.by_label("kvctl_pipeline_decisions_total", "prefill"),
         **sent,
@@ -159,17 +156,14 @@ def delta_of(
     return Delta(ratio, told_apart(in_rounds(first, value), in_rounds(row, value)))
 
 
-def with_delta(rows: Sequence[dict[str, Any]], within: Sequence[str] = ()) -> list[dict[str, Any]]:
+def with_delta(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows with the change against the first row of their load and `same_as` added.
 
     `delta_ratio` is the change of GB/s, `ttft_delta_ratio` that of the mean TTFT, and `…_significant` says whether the
     rounds tell the rows apart. All are None in the first row of a load. `same_as` has the settings (`_CHOICE`) of an
     earlier row that is the same choice (`same_choice`); None without such a row. Rows of one load are adjacent.
-
-    Args:
-        within: Fields that compared rows must have in common besides the load.
     """
-    fields = ("concurrency", "tokens_drawn", "cp_size", "layer_ms", *within)
+    fields = ("concurrency", "tokens_drawn", "cp_size", "layer_ms")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(field) for field in fields), []).append(row)

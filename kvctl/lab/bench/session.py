@@ -23,7 +23,7 @@ from rich.progress import (
 from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.machine import rooflines_of
 from kvctl.lab.bench.results import Measured, Results
-from kvctl.lab.bench.trials import Case, Program, Trial, TrialRunner
+from kvctl.lab.bench.trials import Program, Trial, TrialRunner
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.ranks.plan import Plan
 
@@ -138,16 +138,6 @@ class Session:
         for trial in self._runner.trials(self._program.cases(self._plan), self._program.repeat):
             self.results.add(trial)
             yield trial
-
-    def repeat(self, cases: Sequence[Case]) -> None:
-        """Runs all batches of some cases once more.
-
-        Raises:
-            FleetError: A rank died, failed or hung.
-        """
-        first = max(trial.trial.repeat for trials in self.results.trials().values() for trial in trials) + 1
-        for trial in self._runner.trials(cases, 1, first):
-            self.results.add(trial)
 
     def measure_roofline(self) -> None:
         """Measures each roofline of the plan once and adds it to the results; nothing else may run meanwhile."""

@@ -162,14 +162,14 @@ class TrialRunner:
         # Random, so that kvctl, if it observes two fleets, does not join rooms of both under one number.
         self._next_room = (secrets.randbelow(1 << 30) + 1) * plan["room_stride"] << 10
 
-    def trials(self, cases: Sequence[Case], repeat: int, first: int = 0) -> Iterator[Trial]:
-        """Runs all batches of the cases in turns, `repeat` times; `first` is the number of the first repeat.
+    def trials(self, cases: Sequence[Case], repeat: int) -> Iterator[Trial]:
+        """Runs all batches of the cases in turns, `repeat` times.
 
         Raises:
             FleetError: A rank died, failed or hung, or the pages of a room may still be written to.
         """
         batches = {case: len(self._plan["loads"][case.load]["batches"]) for case in cases}
-        for again in range(first, first + repeat):
+        for again in range(repeat):
             for batch in range(max(batches.values(), default=0)):
                 in_turn = cases if (again + batch) % 2 == 0 else cases[::-1]
                 for case in (case for case in in_turn if batch < batches[case]):

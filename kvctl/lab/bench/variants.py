@@ -21,12 +21,10 @@ class Variant:
     Attributes:
         label: transport and CP mode, as far as they differ between the fleets; "" if neither differs.
         request: the request from which the fleet is planned.
-        fleet: name of the fleet in the preset, or "".
     """
 
     label: str
     request: PlanRequest
-    fleet: str = ""
 
     @property
     def ranks(self) -> int:
@@ -36,7 +34,7 @@ class Variant:
     @property
     def name(self) -> str:
         """Name of the fleet as used within agents' names: lower case, digits and hyphens; "" if there is one fleet."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.fleet} {self.label}".lower()).strip("-")
+        return re.sub(r"[^a-z0-9]+", "-", self.label.lower()).strip("-")
 
 
 def expand(request: PlanRequest, transports: Sequence[str], cp_modes: Sequence[str]) -> list[Variant]:

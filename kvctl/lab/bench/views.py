@@ -17,13 +17,13 @@ from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import HOST
 
 DIMENSIONS = (
-    *("side", "fleet", "transport", "cp_mode", "path", "pipeline", "busy_engine"),
+    *("side", "transport", "cp_mode", "path", "pipeline", "busy_engine"),
     *("prefill", "decode", "device", "page_size", "page_order"),
 )
 """Fields in which rows of one load may differ, most important first; a table shows only the fields that do differ."""
 
 _MAX_PATH_COLUMNS = 4
-_VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "UNDECIDED": "yellow", "False": "bold red", "True": "green"}
+_VERDICT_STYLES = {"False": "bold red", "True": "green"}
 
 
 def nanoseconds(*keys: str, per: float = 1e6) -> Callable[[Row], int | None]:
@@ -86,7 +86,6 @@ BENCH = View(
     "bench",
     (
         Column("path"),
-        _wide("fleet"),
         _wide("transport"),
         _wide("cp_mode"),
         _wide("pipeline"),
@@ -117,7 +116,6 @@ BENCH = View(
         _wide("done_p99", nanoseconds("done_ms", "p99"), Kind.DURATION),
         _wide("ttft_mean", nanoseconds("ttft_ms", "mean"), Kind.DURATION),
         _wide("ttft_p95", nanoseconds("ttft_ms", "p95"), Kind.DURATION),
-        _wide("slowdown", "compute_slowdown_ratio", Kind.RATIO, "COMPUTE SLOWER"),
         _wide("tpot", nanoseconds("tpot_ms", "mean"), Kind.DURATION),
         _wide("hidden", nanoseconds("hidden_ms", "mean"), Kind.DURATION),
         _wide("groups", kind=Kind.COUNT),
@@ -138,7 +136,6 @@ BENCH = View(
         _wide("peak_rss", kind=Kind.BYTES),
         _wide("rss_overhead", kind=Kind.BYTES),
         _wide("verified_parts", kind=Kind.COUNT),
-        Column("baseline", width=Width.WIDE, path="baseline.verdict", styles=_VERDICT_STYLES),
     ),
     empty="no path completed a batch",
 )
@@ -196,21 +193,17 @@ def contestants(rows: Sequence[Row]) -> list[str]:
     return [" ".join(word(row, field) for field in fields) for row in rows]
 
 
-def blocks(rows: Sequence[Row], outcome: Outcome, view: View | None) -> list[Block]:
+def blocks(rows: Sequence[Row], outcome: Outcome) -> list[Block]:
     """Returns the terminal output: the setup, the results and the roofline.
 
     Args:
-        rows: Rows of `view`, or of `BENCH` if `view` is None.
+        rows: Rows of `BENCH`.
         outcome: Results of all fleets.
-        view: The preset's table; None without a preset.
     """
     every = outcome.rows()
-    head = _setup(outcome)
-    foot = [*rounds_text(every), _roofline(outcome), *_cut_short(every)]
-    if view is None:
-        head += _load(rows)
-    table, same = (Grid(view, rows), []) if view is not None else _table(rows)
-    foot = same + foot
+    head = [*_setup(outcome), *_load(rows)]
+    table, same = _table(rows)
+    foot = [*same, *rounds_text(every), _roofline(outcome), *_cut_short(every)]
     verdict = _verdict(every)
     return [Text([[(line, "")] for line in head]), table, Text([*([(line, "")] for line in foot), verdict])]
 
@@ -322,7 +315,7 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
     (lambda row: row["floor_ratio"] is not None, (("latency, times one copy's", COLUMNS["floor"], True),)),
     (
         # Requests are not only transferred: they also queue, compute or decode.
-        lambda row: bool(row["layer_ms"] or row["compute"] == "gpu" or row["decode_ms"] or row["arrivals"] == "open"),
+        lambda row: bool(row["layer_ms"] or row["decode_ms"] or row["arrivals"] == "open"),
         _quantiles("TTFT", "ttft_ms", "mean", "p95"),
     ),
     (
@@ -341,17 +334,13 @@ _LINES: tuple[tuple[Callable[[Row], bool], Sequence[tuple[str, Column, bool]]], 
     ),
     (lambda row: row["tpot_ms"]["mean"] is not None, _quantiles("TPOT", "tpot_ms", "mean")),
     (
-        lambda row: row["layer_ms"] > 0 or row["compute"] == "gpu" or row["pipeline"] != "off",
+        lambda row: row["layer_ms"] > 0 or row["pipeline"] != "off",
         (
             *_quantiles("compute", "compute_ms", "mean"),
             *_quantiles("hidden behind it,", "hidden_ms", "mean"),
             ("layer groups", COLUMNS["groups"], False),
             ("decided by", _words("pipeline_decisions"), False),
         ),
-    ),
-    (
-        lambda row: row["compute_slowdown_ratio"] is not None,
-        (("compute slowed down by", COLUMNS["slowdown"], False),),
     ),
     (lambda row: row["prefix_hit_ratio"] > 0, (("prefix hits", COLUMNS["prefix_hit"], False),)),
     (
@@ -395,7 +384,6 @@ def _table(rows: Sequence[Row]) -> tuple[Grid, list[str]]:
         return Grid(_side_by_side(columns), _lines(columns)), lines
     shown = {name for name in DIMENSIONS if len({row.get(name) for row in rows}) > 1}
     shown |= {"floor"} if any(row["floor_ratio"] is not None for row in rows) else set()
-    shown |= {"slowdown"} if any(row["compute_slowdown_ratio"] is not None for row in rows) else set()
     return Grid(_with_core(BENCH, shown), rows), []
 
 
@@ -486,7 +474,7 @@ def _setup(outcome: Outcome) -> list[str]:
         used = sorted({rank["device"] for rank in plan["ranks"] if rank["role"] == role})
         sides.append(f"{role} on GPU {' and '.join(map(str, used))}")
     gpus = ", ".join(sides) + (f" ({kinds})" if kinds else "")
-    return [*lines, gpus + (", forwards computed for real" if plan["compute"] == "gpu" else "")]
+    return [*lines, gpus]
 
 
 def _load(rows: Sequence[Row]) -> list[str]:

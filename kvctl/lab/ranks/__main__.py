@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def block_torch() -> None:
-    """Makes every import of torch fail until `gpu_engine.import_torch` removes the block.
+    """Makes every import of torch fail.
 
     KV pools on GPUs do not need torch. Transfer engines import it only to read its CUDA version, which costs two
     seconds of CPU time and 190 MB.

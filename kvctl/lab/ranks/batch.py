@@ -68,7 +68,4 @@ class Batch:
         if self.busy is not None:
             report["loop"] = self.busy.times
             self.busy.close()
-        if worker.gpu is not None:
-            tokens = {room.index: room.tokens for room in worker.content.rooms.values()}
-            report["compute_alone"] = [[row[0], worker.gpu.alone_ns(tokens[row[0]])] for row in self.rows]
         return report

@@ -1,8 +1,8 @@
-"""Simulated prefill: the engine interface, an engine that waits, and the handover of computed pages to the agent.
+"""Simulated prefill, which takes time and no processor, and the handover of computed pages to the agent.
 
 A forward is a generator that yields the time of its next step, so that the rank's thread is free until then.
 
-The waiting engine calculates when each pipeline stage of an instance finishes each chunk. A rank computes one chunk at
+`PipelineClock` calculates when each pipeline stage of an instance finishes each chunk. A rank computes one chunk at
 a time, layer by layer. A stage starts a chunk when the previous stage has finished that chunk and the stage itself has
 finished the chunk before. Each rank calculates all stages up to its own, so that ranks need not communicate.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
 
 from kvctl.lab.ranks.content import Content, own_side
 from kvctl.lab.ranks.messages import Open, Room
@@ -20,62 +19,6 @@ from kvctl_agent.agent import Agent
 from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.layer_grouping import ForwardInfo
 from kvctl_agent.runtime.handles import Send
-
-
-class Computed(NamedTuple):
-    """Times of one room's forward, on the monotonic clock.
-
-    Attributes:
-        started_ns: start of the forward.
-        done_ns: completion of its last layer for its last chunk.
-        compute_ns: total compute time of all layers and chunks, without pipeline waits.
-    """
-
-    started_ns: int
-    done_ns: int
-    compute_ns: int
-
-
-class Job(Protocol):
-    """The forward of one room's prompt."""
-
-    def due_ns(self, chunk: int, end: int) -> int:
-        """Returns when layers [0, end) of this rank may be reported as computed for a chunk; 0 at any time."""
-        ...
-
-    def compute(self, chunk: int, tokens: int, first: int, end: int) -> Any:
-        """Computes layers [first, end) of this rank for one chunk; chunks are computed in the prompt's order.
-
-        Args:
-            chunk: position of the chunk in the prompt.
-            tokens: number of tokens of the chunk.
-
-        Returns:
-            The GPU event recorded after these layers, or None if they are complete on return.
-        """
-        ...
-
-    def computed(self) -> Computed:
-        """Returns the times of the forward; call it once the room's pages have been sent."""
-        ...
-
-
-class Engine(Protocol):
-    """Computes one room at a time."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the engine accepts another room now; False while its queue of submitted forwards is full."""
-        ...
-
-    def begin(self, asked_ns: int, chunks: int) -> Job:
-        """Begins the forward of one room.
-
-        Args:
-            asked_ns: time since which the room has waited for its forward.
-            chunks: number of chunks of the prompt.
-        """
-        ...
 
 
 class PipelineClock:
@@ -104,37 +47,25 @@ class PipelineClock:
         return begins
 
 
-class SleepingEngine:
-    """Engine whose layers take time and no processor."""
+class Job:
+    """The forward of one room's prompt: its times on the monotonic clock.
 
-    ready = True
+    Attributes:
+        started_ns: start of the forward.
+        done_ns: completion of its last layer for its last chunk, so far.
+        compute_ns: total compute time of all layers and chunks, without pipeline waits.
+    """
 
-    def __init__(self, clock: PipelineClock, layers: int) -> None:
-        """Simulates a rank with this number of layers."""
-        self._clock = clock
-        self._layers = layers
-
-    def begin(self, asked_ns: int, chunks: int) -> Job:
-        return _SleepingJob(self._clock.layer_ns, self._clock.forward(asked_ns, chunks), self._layers)
-
-
-class _SleepingJob:
     def __init__(self, layer_ns: int, begins: Sequence[int], layers: int) -> None:
         self._layer_ns = layer_ns
         self._begins = begins
-        self._layers = layers
         # The forward begins on time, even if this thread runs late.
-        self._started_ns = begins[0] if layer_ns else time.monotonic_ns()
-        self._done_ns = self._started_ns
+        self.started_ns = self.done_ns = begins[0] if layer_ns else time.monotonic_ns()
+        self.compute_ns = len(begins) * layers * layer_ns
 
     def due_ns(self, chunk: int, end: int) -> int:
+        """Returns when layers [0, end) of this rank are computed for a chunk."""
         return self._begins[chunk] + end * self._layer_ns
-
-    def compute(self, chunk: int, tokens: int, first: int, end: int) -> None:
-        self._done_ns = time.monotonic_ns()
-
-    def computed(self) -> Computed:
-        return Computed(self._started_ns, self._done_ns, len(self._begins) * self._layers * self._layer_ns)
 
 
 class Forward:
@@ -144,10 +75,10 @@ class Forward:
         jobs: the forwards that have begun, by room number.
     """
 
-    def __init__(self, agent: Agent, content: Content, engine: Engine) -> None:
+    def __init__(self, agent: Agent, content: Content, clock: PipelineClock) -> None:
         self._agent = agent
         self._content = content
-        self._engine = engine
+        self._clock = clock
         self._layers = len(agent.layers)
         self.jobs: dict[int, Job] = {}
         start = content.start
@@ -156,13 +87,8 @@ class Forward:
         self._page_sizes = [start.page_size, *(group["page_size"] for group in start.shape["groups"])]
         self._attention_dp = own_side(start).dp > 1
 
-    @property
-    def ready(self) -> bool:
-        """Whether the engine accepts another room now."""
-        return self._engine.ready
-
     def run(self, room: Room, send: Send, asked_ns: int, prefetched: bool) -> Iterator[int]:
-        """Computes a room and sends its pages; on a GPU, submits the computation and passes its events to the agent.
+        """Computes a room and sends its pages.
 
         Args:
             asked_ns: time since which the room has waited for its forward.
@@ -177,7 +103,8 @@ class Forward:
         tables, chunk_tokens = self._content.computed(room), self._chunk_tokens
         steps = [chunk_tokens // size for size in self._page_sizes]
         chunks = -(-len(tables[0]) // steps[0])
-        job = self.jobs[room.number] = self._engine.begin(asked_ns, chunks)
+        begins = self._clock.forward(asked_ns, chunks)
+        job = self.jobs[room.number] = Job(self._clock.layer_ns, begins, self._layers)
         yield job.due_ns(0, 0)
         for chunk in range(chunks):
             pages, *group_pages = (
@@ -192,13 +119,13 @@ class Forward:
             layers = 0
             for group in groups:
                 yield job.due_ns(chunk, layers + len(group))
-                event = job.compute(chunk, tokens, layers, layers + len(group))
                 layers += len(group)
-                send.layers(group, pages, last=last, event=event, group_pages=group_pages)
+                job.done_ns = time.monotonic_ns()
+                send.layers(group, pages, last=last, group_pages=group_pages)
             if not groups:
                 yield job.due_ns(chunk, self._layers)
-                event = job.compute(chunk, tokens, 0, self._layers)
-                send.pages(pages, last=last, event=event, group_pages=group_pages)
+                job.done_ns = time.monotonic_ns()
+                send.pages(pages, last=last, group_pages=group_pages)
         send.finish(self._content.slots[room.number], self._content.states(room.number))
 
 

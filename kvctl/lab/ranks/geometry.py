@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvctl.lab.models import ModelPreset, find_model
-from kvctl.lab.ranks.plan import PlannedDraft, PlannedGroup, PlannedShape, PlannedState, PlannedWidths
+from kvctl.lab.ranks.plan import PlannedDraft, PlannedGroup, PlannedShape, PlannedState
 from kvctl.lab.ranks.request import (
     DTYPE_BYTES,
     DTYPE_SCALE_BYTES,
@@ -103,9 +103,6 @@ def resolve_shape(request: PlanRequest) -> PlannedShape:
     unchanged = PlanRequest(request.prefill, request.decode, (), 0, 0, model=preset.name, dtype=request.dtype)
     if shape == _shape(unchanged, preset):
         shape["model"] = preset.name
-    if request.compute == "gpu":
-        widths = preset.widths
-        shape["widths"] = PlannedWidths(hidden=widths.hidden, q_heads=widths.q_heads, intermediate=widths.intermediate)
     return shape
 
 

@@ -90,7 +90,6 @@ class Start:
         config: configuration of the agent.
         faulty: whether to build the agent with fault injection.
         device: GPU number, or HOST for a pool in host memory.
-        compute: one of `request.COMPUTES`.
         faults: specs of the faults in force from the start.
         verify: whether to compare each room that was opened by itself, and to watch free pages for stray writes; all
             pages are poisoned for that.
@@ -119,7 +118,6 @@ class Start:
     config: dict[str, str | int | float | bool] = field(default_factory=dict)
     faulty: bool = False
     device: int = HOST
-    compute: str = "sleep"
     faults: str = ""
     verify: bool = False
     transfer_page: int = 0
@@ -160,7 +158,6 @@ class Room:
         instance: number of the prefill instance that computes the room.
         arrival_ms: arrival after the first room of the batch; None: as soon as the window allows (closed loop).
         output_tokens: number of tokens to decode; 0 skips decoding.
-        session: rooms of one session run one after another; -1: no session.
     """
 
     index: int
@@ -171,7 +168,6 @@ class Room:
     instance: int = 0
     arrival_ms: float | None = None
     output_tokens: int = 0
-    session: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,9 +368,6 @@ class RunReport(TypedDict):
     cpu_ns: int
     peak_rss_bytes: int
     loop: NotRequired[LoopTimes]  # if the engine's thread was busy
-    # Prefill computing on a GPU: [index, ns of the room's forward without transfers], as `compute` in `rooms`; measured
-    # before the run for each prompt length.
-    compute_alone: NotRequired[list[list[int]]]
 
 
 class Mismatch(TypedDict):

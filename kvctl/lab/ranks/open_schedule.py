@@ -1,13 +1,12 @@
 """Decides when a decode rank opens the rooms of a batch, and simulates their decoding.
 
 Closed-loop rooms are opened as soon as the window (the maximum number of rooms in flight) allows. Other rooms have an
-arrival time; the next turn of a session arrives when the previous turn has been decoded. Time that an arrived room
-waits for the window counts as part of its latency. All ranks of a dp group open the same rooms in the same order.
+arrival time; time that an arrived room waits for the window counts as part of its latency. All ranks of a dp group open
+the same rooms in the same order.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -42,56 +41,29 @@ class Arrivals:
     """Queue of the rooms of a run that have not been opened, in the order of their arrival."""
 
     def __init__(self, rooms: Iterable[Room], start_ns: int) -> None:
-        """Queues rooms; their arrival times are relative to `start_ns`."""
-        self._due: list[tuple[int, int, Room]] = []
-        self._ready: deque[tuple[int, Room]] = deque()
-        self._turns: dict[int, deque[tuple[int, Room]]] = {}
-        for order, room in enumerate(rooms):
-            if room.session < 0:
-                self._add(start_ns, order, room)
-                continue
-            turns = self._turns.setdefault(room.session, deque())
-            turns.append((order, room))
-            if len(turns) == 1:
-                self._add(start_ns, order, room)
+        """Queues rooms; their arrival times, which ascend, are relative to `start_ns`."""
+        self._waiting = deque((start_ns + round((room.arrival_ms or 0.0) * 1e6), room) for room in rooms)
 
     def __bool__(self) -> bool:
-        """Whether any room is still in the queue, including later turns of sessions."""
-        return bool(self._due or self._ready or any(len(turns) > 1 for turns in self._turns.values()))
+        """Whether any room is still in the queue."""
+        return bool(self._waiting)
 
     @property
     def next_ns(self) -> int | None:
-        """Time at which the next room arrives; None if no arrival is scheduled."""
-        return self._due[0][0] if self._due else None
+        """Time at which the next room arrives; None if there is none."""
+        return self._waiting[0][0] if self._waiting else None
 
     def take(self, now_ns: int) -> RoomVisit | None:
         """Removes and returns the next room that has arrived by `now_ns`; None if there is none."""
-        while self._due and self._due[0][0] <= now_ns:
-            at_ns, _, room = heapq.heappop(self._due)
-            self._ready.append((at_ns, room))
-        if not self._ready:
+        if not self._waiting or self._waiting[0][0] > now_ns:
             return None
-        at_ns, room = self._ready.popleft()
+        at_ns, room = self._waiting.popleft()
         # A closed-loop room arrives when the window allows it to be opened.
-        timed = room.arrival_ms is not None or room.session >= 0
-        return RoomVisit(room, at_ns if timed else now_ns)
-
-    def over(self, room: Room, now_ns: int) -> None:
-        """Schedules the next turn of a room's session, after the room was decoded or failed."""
-        turns = self._turns.get(room.session)
-        if turns and turns[0][1] is room:
-            turns.popleft()
-            if turns:
-                order, following = turns[0]
-                heapq.heappush(self._due, (now_ns, order, following))
+        return RoomVisit(room, now_ns if room.arrival_ms is None else at_ns)
 
     def untaken(self) -> list[Room]:
-        """Returns the rooms that are still in the queue, including later turns of sessions."""
-        waiting = [room for _, _, room in self._due] + [room for _, room in self._ready]
-        return waiting + [room for turns in self._turns.values() for _, room in list(turns)[1:]]
-
-    def _add(self, start_ns: int, order: int, room: Room) -> None:
-        heapq.heappush(self._due, (start_ns + round((room.arrival_ms or 0.0) * 1e6), order, room))
+        """Returns the rooms that are still in the queue."""
+        return [room for _, room in self._waiting]
 
 
 class Decoding:

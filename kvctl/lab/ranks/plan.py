@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from kvctl.lab.ranks.request import Role, StateKind
 
@@ -14,14 +14,6 @@ class PlannedDraft(TypedDict):
     kv_heads: int
     head_dim: int
     v_head_dim: int
-
-
-class PlannedWidths(TypedDict):
-    """Matrix widths of one transformer layer, as in `kvctl.lab.models.Widths`."""
-
-    hidden: int
-    q_heads: int
-    intermediate: int
 
 
 class PlannedState(TypedDict):
@@ -64,7 +56,6 @@ class PlannedShape(TypedDict):
     draft: PlannedDraft | None
     groups: list[PlannedGroup]
     states: list[PlannedState]
-    widths: NotRequired[PlannedWidths]  # if ranks compute on GPUs
 
 
 class PlannedRank(TypedDict):
@@ -116,7 +107,6 @@ class PlannedRoom(TypedDict):
     bytes: int
     arrival_ms: float | None  # after the first room of its batch; None: closed loop
     output_tokens: int
-    session: int
 
 
 class PlannedLoad(TypedDict):
@@ -144,7 +134,6 @@ class Plan(TypedDict):
     chunk_tokens: int
     transport: str
     device: str  # one of `request.DEVICES`
-    compute: str  # one of `request.COMPUTES`
     paths: list[str]
     pipelines: list[str]
     cp_mode: str

@@ -49,8 +49,6 @@ def plan(request: PlanRequest) -> Plan:
         raise CliError(str(error), ExitCode.USAGE) from error
     except DeviceError as error:
         raise CliError(str(error)) from error
-    if request.compute == "gpu" and find_spec("torch") is None:
-        raise CliError(f"--compute gpu needs PyTorch: {install('agent')} with a CUDA build of torch")
     _require_engine(request.transport)
     return made
 
@@ -79,7 +77,6 @@ def rank_start(plan: Plan, request: PlanRequest, rank: PlannedRank, name: str, d
         seed=request.seed,
         config=plan["config"],
         device=rank["device"],
-        compute=plan["compute"],
         transfer_page=plan["transfer_page"],
         state_page_size=plan["page_size"],
         kv_layout=plan["kv_layouts"][rank["role"] == "decode"],

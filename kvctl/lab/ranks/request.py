@@ -52,9 +52,6 @@ STAGED_PATHS = (STAGED, "auto")
 DEVICES = ("cpu", "cuda")
 """Memory that holds the KV pools, staging buffers and rings."""
 
-COMPUTES = ("sleep", "gpu")
-"""Ways to simulate a forward: a sleep per layer, or matrix products and attention of the model's sizes on a GPU."""
-
 FloorKind = Literal["memcpy", "write", "device", "peer"]
 """Limits of a machine that ranks measure: memcpy of one thread, one write over the transport, a copy within the GPU, a
 copy to the peer's GPU."""
@@ -79,9 +76,6 @@ _GROUP_HELP = (
 )
 _PATHS_HELP = (
     "Paths to compare: bulk, slice, staged, direct (between GPUs), auto. [default: those that suit the layouts]"
-)
-_COMPUTE_HELP = (
-    "Simulation of a forward: a pause of --layer-ms, or the model's matrix products and attention on the prefill GPU."
 )
 _PIPELINE_HELP = (
     "Send layer groups while later layers are computed: off, on, auto, or layers per group; several are compared."
@@ -135,40 +129,12 @@ class Load:
 
     Args:
         concurrency: maximum number of rooms in flight.
-        tokens: prompt lengths; ignored if the plan request lists its requests.
         rooms: number of rooms; None: that of the plan request.
     """
 
     concurrency: int
     tokens: Tokens
     rooms: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request of a trace or of a conversation. Requests are sorted by arrival, those of a session by turn.
-
-    Args:
-        arrival_ms: arrival after the first request; ignored for the later turns of a session. None: closed loop, the
-            request starts as soon as the limit on rooms in flight allows.
-        tokens: prompt length.
-        prefix_tokens: page-aligned length of the prefix that the decode side has cached.
-        output_tokens: number of tokens to decode; 0 skips decoding.
-        session: number of a conversation. Its requests run on one decode dp group, each after the previous one has been
-            decoded; -1: no session.
-        decode_dp: decode dp group that has the prefix cached; -1: any. Either all requests have a group or none has.
-        blocks: ids of the prompt's blocks; the last block may be partly filled; empty if the blocks are unknown.
-        kept: ids of the blocks that a prefix cache keeps afterwards, which may include the answer.
-    """
-
-    arrival_ms: float | None
-    tokens: int
-    prefix_tokens: int = 0
-    output_tokens: int = 0
-    session: int = -1
-    decode_dp: int = -1
-    blocks: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
 
 
 def draw_arrivals(rate: float, rooms: int, seed: int) -> list[float]:
@@ -486,7 +452,6 @@ class DeviceOptions:
 class ComputeOptions:
     """Simulation of the engines."""
 
-    compute: str = option(_COMPUTE_HELP, COMPUTES[0], None, choices=COMPUTES)
     pipelines: tuple[str, ...] = option(_PIPELINE_HELP, "off", "A,B,…", parse_pipelines, flag="pipeline")
     layer_ms: float = option("Compute time per layer and chunk.", 0.0, "X", least=0)
     decode_ms: float = option("Time per decode step.", 0.0, "X", least=0)
@@ -501,8 +466,6 @@ class PlanRequest(ModelOptions, EngineOptions, DeviceOptions, ComputeOptions):
         memory_bytes: limit for all KV pools and rings together.
         output_tokens: number of tokens to decode per room.
         rate: requests per second with Poisson arrivals; 0: closed loop.
-        requests: requests that replace randomly generated rooms in every load; the load's concurrency still limits the
-            rooms in flight.
         prefix_hit: fraction of each prompt that the decode side has cached.
         rooms: number of rooms of a load; None: enough for a stable result.
     """
@@ -516,7 +479,6 @@ class PlanRequest(ModelOptions, EngineOptions, DeviceOptions, ComputeOptions):
     transport: str = "nixl"
     output_tokens: int = 0
     rate: float = 0.0
-    requests: tuple[Request, ...] = ()
     prefix_hit: float = 0.0
     rooms: int | None = None
 

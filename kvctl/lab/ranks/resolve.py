@@ -5,7 +5,6 @@ Importing this module imports numpy, but not torch. Commands use it through `pla
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields
 from math import gcd, lcm
@@ -17,7 +16,6 @@ from kvctl.lab.ranks.request import (
     PIPELINES,
     STAGED_PATHS,
     PlanRequest,
-    Request,
     Role,
     choose,
 )
@@ -27,7 +25,7 @@ from kvctl.lab.ranks.workload import LoadNeeds, prefill_groups, resolve_load, se
 from kvctl_agent.contract.choices import BULK, DIRECT, SLICE, STAGED
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.errors import ConfigError, LayoutError
-from kvctl_agent.layout.chunks import chunk_pages, page_count, prefix_pages
+from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.layout.parallel import head_range, local_shards
 from kvctl_agent.layout.plan import stripe_of, transfer_slices
 from kvctl_agent.layout.plan_inputs import MAX_SPLIT, PlanInputs, transfer_page
@@ -56,10 +54,7 @@ def make_plan(request: PlanRequest) -> Plan:
     paths = _paths(request, volume)
     pipelines = _pipelines(request.pipelines)
     if placement.every:
-        longest_prompt = max(
-            [each.tokens for each in request.requests] or [load.tokens.longest for load in request.loads]
-        )
-        budget = gpu_budget(request, volume, placement, longest_prompt)
+        budget = gpu_budget(request, volume, placement, max(load.tokens.longest for load in request.loads))
     else:
         budget = host_budget(request)
     needs = [resolve_load(request, volume, load, budget) for load in request.loads]
@@ -80,7 +75,7 @@ def make_plan(request: PlanRequest) -> Plan:
         config["cp_interleave"] = request.cp_interleave
     if request.direct_sms is not None:
         config["direct_sms"] = request.direct_sms
-    if request.requests or request.rate:
+    if request.rate:
         config["bootstrap_timeout_s"] = config["waiting_timeout_s"] = _ARRIVAL_TIMEOUT_S
     batch_rooms = max(need.batch_rooms for need in needs)
     groups = prefill_groups(volume)
@@ -90,8 +85,6 @@ def make_plan(request: PlanRequest) -> Plan:
         *_ranks("decode", -1, volume, needs, placement),
     ]
     notes = [note for need in needs for note in need.notes] + _pipeline_notes(pipelines, needs)
-    if request.compute == "gpu":
-        notes += _compute_notes(ranks)
     return Plan(
         shape=shape,
         page_size=request.page_tokens("prefill"),
@@ -103,7 +96,6 @@ def make_plan(request: PlanRequest) -> Plan:
         chunk_tokens=chunk_tokens,
         transport=request.transport,
         device=request.device,
-        compute=request.compute,
         paths=list(paths),
         pipelines=list(pipelines),
         cp_mode=request.cp_mode,
@@ -213,18 +205,6 @@ def _pipeline_notes(pipelines: Sequence[str], needs: Sequence[LoadNeeds]) -> lis
     ]
 
 
-def _compute_notes(ranks: Sequence[PlannedRank]) -> list[str]:
-    """Returns notes on how the simulated forward differs from one in which every prefill rank has its own GPU."""
-    notes = []
-    prefill = [rank for rank in ranks if rank["role"] == "prefill"]
-    for gpu, count in sorted(Counter(rank["device"] for rank in prefill).items()):
-        if count > 1:
-            notes.append(f"compute: {count} prefill ranks share GPU {gpu} and compete for it")
-    if any(rank["pp"] for rank in prefill):
-        notes.append("compute: pipeline stages do not wait for each other's layers")
-    return notes
-
-
 # ---- checks and defaults --------------------------------------------------------------------------------------------
 
 
@@ -236,16 +216,12 @@ def _check_numbers(request: PlanRequest) -> None:
     """
     for load in request.loads:
         check_size("--concurrency", load.concurrency)
-        if request.requests:
-            continue
         for tokens in load.tokens.values or (load.tokens.low, load.tokens.high):
             check_size("--tokens", tokens)
         if load.tokens.low > load.tokens.high:
             raise ConfigError(f"--tokens {load.tokens.text}: the range ends before it begins")
     for field in fields(request):
         _check_option(field, getattr(request, field.name))
-    if request.compute == "gpu" and request.device != "cuda":
-        raise ConfigError("--compute gpu: a forward is computed beside the pools; give --device cuda")
     if request.rooms is not None:
         check_size("--rooms", request.rooms)
     if not 0 <= request.prefix_hit < 1:
@@ -255,8 +231,6 @@ def _check_numbers(request: PlanRequest) -> None:
     choose("--transport", request.transport, KEYS_BY_NAME["transport"].choices)
     choose("--cp-mode", request.cp_mode, KEYS_BY_NAME["cp_mode"].choices)
     _check_pages(request)
-    for index, each in enumerate(request.requests):
-        _check_request(index, each, request)
 
 
 def _check_option(field: Field[Any], value: Any) -> None:
@@ -327,20 +301,6 @@ def _check_groups(request: PlanRequest, shape: PlannedShape, chunk_tokens: int) 
                 f"{option}: its pages of {page} tokens must divide a chunk of {chunk} tokens, and {chunk} % {page} = "
                 f"{chunk % page}; give page={gcd(chunk, page)}, or --chunk-tokens {max(1, chunk // both) * both}"
             )
-
-
-def _check_request(index: int, asked: Request, request: PlanRequest) -> None:
-    try:
-        check_size("tokens", asked.tokens)
-        cached = prefix_pages(asked.prefix_tokens, request.decode_run)
-        if cached > page_count(asked.tokens, request.decode_run):
-            raise LayoutError(f"a cached prefix of {asked.prefix_tokens} tokens is longer than the prompt")
-        if asked.decode_dp >= request.decode.dp:
-            raise LayoutError(f"decode dp group {asked.decode_dp} of {request.decode.dp}")
-        if asked.arrival_ms is not None and not 0 <= asked.arrival_ms < float("inf"):
-            raise LayoutError(f"it arrives at {asked.arrival_ms} ms")
-    except LayoutError as error:
-        raise LayoutError(f"request {index}: {error}") from None
 
 
 def _instance_inputs(request: PlanRequest, shape: ModelShape, chunk_tokens: int) -> tuple[PlanInputs, ...]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from kvctl.lab.ranks.batch import Batch
 from kvctl.lab.ranks.busy_loop import BusyLoop
-from kvctl.lab.ranks.compute import Forward, PipelineClock, SleepingEngine, scripted
+from kvctl.lab.ranks.compute import Forward, PipelineClock, scripted
 from kvctl.lab.ranks.content import own_side
 from kvctl.lab.ranks.geometry import model_shape
 from kvctl.lab.ranks.messages import Abort, Ended, Mismatch, Open, Released, Room, Run
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 # The pages of a finished room are free a round trip later, those of a failed room when its writers have drained.
 RELEASE_TIMEOUT_S = 10.0
 _RELEASE_POLL_NS = 10_000_000  # the agent does not report when the pages of a finished room become free
-_GPU_POLL_NS = 200_000  # while rooms wait for a busy GPU
 _LONGEST_RUN_S = 0.5  # until a room is preempted; most are preempted early
 _RUN_OVER = "the bench's run is over"
 
@@ -246,12 +245,11 @@ class PrefillRooms(Rooms):
     def _begin_batch(self, batch: Batch) -> None:
         worker = self.worker
         layer_ns = round(batch.command.layer_ms * 1e6)
-        engine = worker.gpu or SleepingEngine(self._clock(layer_ns), len(worker.agent.layers))
-        self._forward = Forward(worker.agent, self.content, engine)
+        self._forward = Forward(worker.agent, self.content, self._clock(layer_ns))
         for room in self.content.rooms.values():
             self._begin(room)
         # A forward that takes no time starts as soon as its room opens, so staging is requested now.
-        self._prefetched = worker.gpu is None and not layer_ns and worker.pipeline == "off"
+        self._prefetched = not layer_ns and worker.pipeline == "off"
         for send in self.handles.values() if self._prefetched else ():
             assert isinstance(send, Send)
             send.prefetch()
@@ -275,11 +273,8 @@ class PrefillRooms(Rooms):
         # State changes are handled before the next forward starts, and rooms are computed in the order of the batch,
         # not in the order in which decode ranks opened them. So the tp ranks of an instance, which do not communicate,
         # mostly compute the same room at a time.
-        assert self._forward is not None
         if self._steps or now_ns >= self.batch.deadline_ns:
             return None
-        if not self._forward.ready:
-            return now_ns + _GPU_POLL_NS
         if self.worker.inbox.empty():
             number = min(self._waiting_ns, key=lambda number: self.content.rooms[number].index)
             self._compute(number, self._waiting_ns.pop(number))
@@ -336,8 +331,8 @@ class PrefillRooms(Rooms):
         assert self._forward is not None
         job = self._forward.jobs.pop(number, None)
         if change.state is RoomState.SUCCESS and job is not None:
-            started_ns, done_ns, compute_ns = job.computed()
-            batch.rows.append([self.content.rooms[number].index, started_ns, done_ns, change.at_ns, compute_ns])
+            index = self.content.rooms[number].index
+            batch.rows.append([index, job.started_ns, job.done_ns, change.at_ns, job.compute_ns])
 
     def _recall(self, handle: Send | Receive) -> None:
         super()._recall(handle)
@@ -412,7 +407,7 @@ class DecodeRooms(Rooms):
         batch = self.batch
         if batch is None or batch.release_ns is not None or now_ns >= batch.deadline_ns:
             return None
-        self._decoded(batch, self._decoding.advance(now_ns), now_ns)
+        self._decoded(batch, self._decoding.advance(now_ns))
         window = batch.command.windows[self.worker.at.dp]
         while len(self._visits) < window and (visit := self._arrivals.take(now_ns)) is not None:
             self._visits[visit.room.number] = visit
@@ -439,18 +434,14 @@ class DecodeRooms(Rooms):
         visit, now_ns = self._visits[number], time.monotonic_ns()
         if change.state is RoomState.SUCCESS:
             visit.success_ns = change.at_ns
-            self._decoded(batch, self._decoding.join(visit, now_ns), now_ns)
+            self._decoded(batch, self._decoding.join(visit, now_ns))
         else:
-            self._over(visit, now_ns)
+            del self._visits[number]
 
-    def _decoded(self, batch: Batch, visits: list[RoomVisit], now_ns: int) -> None:
+    def _decoded(self, batch: Batch, visits: list[RoomVisit]) -> None:
         for visit in visits:
             batch.rows.append(visit.row())
-            self._over(visit, now_ns)
-
-    def _over(self, visit: RoomVisit, now_ns: int) -> None:
-        del self._visits[visit.room.number]
-        self._arrivals.over(visit.room, now_ns)
+            del self._visits[visit.room.number]
 
 
 def _was_recalled(handle: Handle) -> bool:

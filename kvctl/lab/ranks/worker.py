@@ -20,7 +20,6 @@ from kvctl.lab.ranks import measure
 from kvctl.lab.ranks.busy_loop import measure_idle
 from kvctl.lab.ranks.content import Content, allocate_pool, own_coord, own_side
 from kvctl.lab.ranks.geometry import model_shape
-from kvctl.lab.ranks.gpu_engine import GpuEngine, layer_work
 from kvctl.lab.ranks.messages import (
     Abort,
     Connect,
@@ -44,7 +43,6 @@ from kvctl.lab.ranks.rooms import DecodeRooms, PrefillRooms
 from kvctl.lab.ranks.verify import verify
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.chunks import chunk_pages
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.paths.calibration import memcpy_gb_per_s
 from kvctl_agent.rank import Rank
@@ -79,7 +77,6 @@ class Worker:
             which they occurred.
         send: sends a message to the parent.
         path, pipeline: transfer path and pipeline mode of the prepared batch.
-        gpu: engine that computes prompts on a GPU; None: computation is simulated by waiting.
         rooms: the rooms of the rank.
     """
 
@@ -95,7 +92,6 @@ class Worker:
         self.inbox = inbox
         self.send = send
         self.path, self.pipeline = "", "off"
-        self.gpu: GpuEngine | None = None
         self._serving: list[int] | None = None
         self._look_at = self._progress_at = 0.0
         self._report_progress("touching its KV pool")
@@ -108,9 +104,6 @@ class Worker:
         make_agent: Callable[..., Agent] = partial(faulty_agent, self.faults) if start.faulty else Agent
         decode = start.role == "decode"
         self.agent = build_agent(start, self._pool, make_agent, on_state=self._queue_change)
-        if start.compute == "gpu" and not decode:
-            self._report_progress("getting its GPU ready to compute")
-            self.gpu = self._gpu_engine()
         self.rooms = (DecodeRooms if decode else PrefillRooms)(self)
         if start.verify:
             self.content.poison()
@@ -221,8 +214,6 @@ class Worker:
             self.pipeline = command.pipeline
             self.agent.set_pipeline(command.pipeline)
             self.content.fill(command.batch)
-            if self.gpu is not None:
-                self.gpu.prepare(room.tokens for room in self.content.rooms.values())
         elif command.poison:
             self.content.poison()
         return {}
@@ -255,16 +246,6 @@ class Worker:
             return FloorMeasured(gb_per_s=measure.device_gb_per_s(device))
         first = next(iter(self.agent.parts.connections.by_peer.values()), None)
         return FloorMeasured(gb_per_s=measure.peer_gb_per_s(device, first))
-
-    def _gpu_engine(self) -> GpuEngine:
-        start, side = self.start, own_side(self.start)
-        return GpuEngine(
-            layer_work(start.shape, side),
-            f"cuda:{start.device}",
-            len(self.agent.layers),
-            chunk_pages(int(start.config["chunk_tokens"]), start.page_size) * start.page_size,
-            side.cp,
-        )
 
     def _instances(self) -> list[int]:
         """Returns the prefill instances with which this rank can exchange rooms now."""

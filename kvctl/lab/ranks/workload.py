@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 
 from kvctl.lab.ranks.plan import PlannedLoad, PlannedRoom
-from kvctl.lab.ranks.request import Load, PlanRequest, Request, Role, Tokens, draw_arrivals
-from kvctl.lab.ranks.sizing import Budget, check_room_fits, pool_bytes
+from kvctl.lab.ranks.request import Load, PlanRequest, Role, Tokens, draw_arrivals
+from kvctl.lab.ranks.sizing import Budget, check_room_fits
 from kvctl.lab.ranks.transfer_volume import TransferVolume
 
 MIN_ROOMS = 28
@@ -56,15 +56,6 @@ class LoadNeeds:
         return max(end - first for first, end in self.load["batches"])
 
 
-def resolve_load(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
-    """Generates the rooms of one point of a sweep and divides them into batches.
-
-    Raises:
-        LayoutError: the budget does not hold one room.
-    """
-    return _of_requests(request, volume, load, budget) if request.requests else _drawn(request, volume, load, budget)
-
-
 def prefill_groups(volume: TransferVolume) -> int:
     """Returns the least common multiple of the dp sizes of all prefill instances.
 
@@ -103,125 +94,58 @@ def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: 
     return most
 
 
-def _drawn(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
-    """Plans a load of generated rooms, in closed loop or with Poisson arrivals."""
+def resolve_load(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
+    """Generates the rooms of one point of a sweep, in closed loop or with Poisson arrivals, and batches them.
+
+    Raises:
+        LayoutError: the budget does not hold one room.
+    """
     decode_dp = request.decode.dp
     most = max(1, budget.pool_bytes // check_room_fits(budget, volume, load.tokens.longest))
     mean_bytes = volume.room_bytes(0, max(1, round(load.tokens.mean)), 0).payload
     count = load.rooms or request.rooms or default_rooms(mean_bytes, min(load.concurrency, most))
     in_flight, batch_rooms = fit_batch(load.concurrency, count, mean_bytes, most, decode_dp, request.device == "cuda")
-    batches = cut(count, batch_rooms)
-    active = min(in_flight, decode_dp)
-    tokens = draw_tokens(load.tokens, count, request.seed)
+    batches, limits = cut(count, batch_rooms), windows(in_flight, decode_dp)
+    active, groups, instances = min(in_flight, decode_dp), prefill_groups(volume), len(volume.inputs)
+    lengths = draw_tokens(load.tokens, count, request.seed)
     arrivals = draw_arrivals(request.rate, count, request.seed) if request.rate else None
-    requests = [
-        Request(
-            arrival_ms=None if arrivals is None else arrivals[index] - arrivals[first],
-            tokens=length,
-            prefix_tokens=prefix_tokens(length, request.decode_run, request.prefix_hit),
-            output_tokens=request.output_tokens,
-            decode_dp=decode_group(index - first, active),
-        )
-        for first, end in batches
-        for index, length in enumerate(tokens[first:end], first)
-    ]
-    notes = []
-    if in_flight < min(load.concurrency, count):
-        limited = f"rooms in flight limited to {in_flight} by memory{budget.detail}"
-        notes.append(f"concurrency {load.concurrency}: {limited}")
-    elif count < load.concurrency:
-        notes.append(f"concurrency {load.concurrency}: only {count} rooms to run")
-    return _needs(volume, load, requests, batches, windows(in_flight, decode_dp), load.tokens.text, notes)
-
-
-def _of_requests(request: PlanRequest, volume: TransferVolume, load: Load, budget: Budget) -> LoadNeeds:
-    """Plans a load of the listed requests.
-
-    Batches are divided by the actual size of each room, so that a few long prompts do not make every batch small.
-    """
-    requests = list(request.requests[: load.rooms or request.rooms])
-    check_room_fits(budget, volume, max(each.tokens for each in requests))
-    instances = range(len(volume.inputs))
-    sizes = {
-        tokens: max(pool_bytes(volume, instance, tokens) for instance in instances)
-        for tokens in {each.tokens for each in requests}
-    }
-    batches = cut_to_fit([sizes[each.tokens] for each in requests], budget.pool_bytes)
-    placed = _place(requests, batches, request.decode.dp)
-    in_flight = min(load.concurrency, max(end - first for first, end in batches))
-    notes = []
-    if len(batches) > 1:
-        notes.append(
-            f"{len(requests)} requests run in {len(batches)} batches, because memory does not hold all at once"
-            f"{budget.detail}; arrivals start anew in each"
-        )
-    groups, sessions = [each.decode_dp for each in placed], [each.session for each in placed]
-    each_group = -(-in_flight // min(in_flight, request.decode.dp))
-    limits = group_windows(each_group, groups, sessions, request.decode.dp)
-    lengths = sorted(each.tokens for each in requests)
-    text = f"{lengths[0]}..{lengths[-1]}" if lengths[0] < lengths[-1] else str(lengths[0])
-    return _needs(volume, load, placed, batches, limits, text, notes)
-
-
-def _place(requests: Sequence[Request], batches: Sequence[tuple[int, int]], decode_dp: int) -> list[Request]:
-    """Assigns a decode dp group to each request and makes arrival times relative to the first one of the batch."""
-    placed = []
-    for first, end in batches:
-        start_ms = min((each.arrival_ms for each in requests[first:end] if each.arrival_ms is not None), default=0.0)
-        for position, each in enumerate(requests[first:end]):
-            group = decode_group(each.session if each.session >= 0 else position, decode_dp)
-            placed.append(
-                replace(
-                    each,
-                    arrival_ms=None if each.arrival_ms is None else each.arrival_ms - start_ms,
-                    decode_dp=each.decode_dp if each.decode_dp >= 0 else group,
-                )
-            )
-    return placed
-
-
-def _needs(
-    volume: TransferVolume,
-    load: Load,
-    requests: Sequence[Request],
-    batches: Sequence[tuple[int, int]],
-    limits: list[int],
-    text: str,
-    notes: Sequence[str],
-) -> LoadNeeds:
-    groups, instances = prefill_groups(volume), len(volume.inputs)
     rooms = []
     for first, end in batches:
-        for position, each in enumerate(requests[first:end]):
-            instance = prefill_instance(position, groups, instances, volume.inputs[0].decode.dp)
+        for index, tokens in enumerate(lengths[first:end], first):
+            instance = prefill_instance(index - first, groups, instances, decode_dp)
+            cached = prefix_tokens(tokens, request.decode_run, request.prefix_hit)
             rooms.append(
                 PlannedRoom(
-                    tokens=each.tokens,
-                    prefix_tokens=each.prefix_tokens,
+                    tokens=tokens,
+                    prefix_tokens=cached,
                     instance=instance,
-                    decode_dp=each.decode_dp,
-                    bytes=volume.room_bytes(instance, each.tokens, each.prefix_tokens).payload,
-                    arrival_ms=each.arrival_ms,
-                    output_tokens=each.output_tokens,
-                    session=each.session,
+                    decode_dp=decode_group(index - first, active),
+                    bytes=volume.room_bytes(instance, tokens, cached).payload,
+                    arrival_ms=None if arrivals is None else arrivals[index] - arrivals[first],
+                    output_tokens=request.output_tokens,
                 )
             )
-    planned = PlannedLoad(
-        concurrency=load.concurrency,
-        in_flight=sum(limits),
-        windows=limits,
-        tokens=text,
-        tokens_mean=sum(each.tokens for each in requests) / len(requests),
-        rooms=rooms,
-        batches=[list(batch) for batch in batches],
-    )
+    notes: tuple[str, ...] = ()
+    if in_flight < min(load.concurrency, count):
+        limited = f"rooms in flight limited to {in_flight} by memory{budget.detail}"
+        notes = (f"concurrency {load.concurrency}: {limited}",)
+    elif count < load.concurrency:
+        notes = (f"concurrency {load.concurrency}: only {count} rooms to run",)
     kinds = {(room["instance"], room["tokens"], room["prefix_tokens"]) for room in rooms}
     return LoadNeeds(
-        load=planned,
+        load=PlannedLoad(
+            concurrency=load.concurrency,
+            in_flight=in_flight,
+            windows=limits,
+            tokens=load.tokens.text,
+            tokens_mean=sum(lengths) / count,
+            rooms=rooms,
+            batches=[list(batch) for batch in batches],
+        ),
         longest=max((tokens, prefix) for _, tokens, prefix in kinds),
         reader_bytes=max(volume.room_bytes(*kind).reader_staging for kind in kinds),
         window=max(limits),
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
@@ -292,18 +216,6 @@ def cut(rooms: int, batch_rooms: int) -> list[tuple[int, int]]:
     return [(first, min(first + batch_rooms, rooms)) for first in range(0, rooms, batch_rooms)]
 
 
-def cut_to_fit(nbytes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:
-    """Splits rooms of these sizes into batches of at most `most_bytes` or a single room; returns their [first, end)."""
-    batches = []
-    first = held = 0
-    for index, size in enumerate(nbytes):
-        if held + size > most_bytes and index > first:
-            batches.append((first, index))
-            first, held = index, 0
-        held += size
-    return [*batches, (first, len(nbytes))]
-
-
 def prefill_instance(position: int, groups: int, instances: int, decode_dp: int) -> int:
     """Returns the prefill instance of the room at a position of its batch.
 
@@ -317,24 +229,6 @@ def prefill_instance(position: int, groups: int, instances: int, decode_dp: int)
     """
     turn = position // groups
     return (turn + turn // (instances * decode_dp)) % instances
-
-
-def group_windows(in_flight: int, groups: Sequence[int], sessions: Sequence[int], decode_dp: int) -> list[int]:
-    """Returns the window (maximum rooms in flight) of each decode dp group for listed requests.
-
-    All ranks of a group must open the same rooms in the same order. The turns of different sessions become ready in an
-    order that differs between ranks, so no turn may have to wait for the window: it is at least the number of sessions
-    of the group.
-
-    Args:
-        in_flight: requested window of each group.
-        groups: decode dp group of each request.
-        sessions: session of each request; -1: no session.
-        decode_dp: number of decode dp groups.
-    """
-    here = [len({each for each, at in zip(sessions, groups, strict=True) if at == group}) for group in range(decode_dp)]
-    no_sessions = max(sessions, default=-1) < 0
-    return [in_flight if no_sessions else max(in_flight, count) for count in here]
 
 
 def most_held(

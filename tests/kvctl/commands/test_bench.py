@@ -178,22 +178,6 @@ def test_unlike_pages_pools_decode_cp_and_groups_verify(
     assert sum(share["bytes"] for share in shares) == runs[0]["bytes_per_room"]
 
 
-@pytest.mark.sample
-def test_a_baseline_passes_and_fails(spawn: Run, tmp_path: Path):
-    saved = tmp_path / "result.json"
-    options = [*LOOPBACK, *TINY, "--path", "staged"]
-    assert finish(spawn(*options, "--save", str(saved)))[0] == 0
-    code, _, err = finish(spawn(*options, "--baseline", str(saved), "--max-regress", "100%"))
-    assert (code, err.startswith("kvctl: PASS")) == (0, True)
-    document = orjson.loads(saved.read_bytes())
-    document["runs"][0]["gb_per_s"] *= 1e6
-    saved.write_bytes(orjson.dumps(document))
-    code, _, err = finish(spawn(*options, "--baseline", str(saved)))
-    assert code == 1
-    assert "kvctl: FAIL: staged at concurrency 4, 40 tokens" in err
-    assert " in 4 rounds, baseline " in err  # one round was too few, so it measured more
-
-
 def test_rounds_run_in_turns_and_their_spread_is_shown(spawn: Run, tmp_path: Path):
     saved = tmp_path / "result.json"
     options = ["--path", "slice,staged", "--repeat", "4", "--save", str(saved), "-o", "table"]
@@ -228,7 +212,7 @@ def test_the_plan_moves_nothing(kvctl: Any, socket_directory: Path):
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="there is an NVIDIA GPU here")
-@pytest.mark.parametrize("options", [[], ["--plan"], ["--preset", "staging-sweep"], ["--compute", "gpu"]], ids=" ".join)
+@pytest.mark.parametrize("options", [[], ["--plan"]], ids=" ".join)
 @pytest.mark.sample
 def test_without_a_gpu_it_says_what_is_missing_and_what_to_do(kvctl: Any, options: list[str]):
     outcome = kvctl("bench", "--device", "cuda", *options)
@@ -248,7 +232,7 @@ def test_a_path_that_takes_too_long_runs_fewer_rooms_and_that_is_said(spawn: Run
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        # Of a type, of a parser, of the planner, of a file: each has tests of its own for what it refuses.
+        # Of a type, of a parser, of the planner: each has tests of its own for what it refuses.
         (["--page-size", "0"], "'--page-size': 0 is not in the range x>=1"),
         (["--page-size", "99999999999"], "--page-size is 99999999999: it must be a whole number from 1 to 2147483647"),
         (["--draft-layers", "-1"], "'--draft-layers': -1 is not in the range x>=0"),
@@ -258,10 +242,7 @@ def test_a_path_that_takes_too_long_runs_fewer_rooms_and_that_is_said(spawn: Run
         (["--transport", "nixel"], "did you mean nixl"),
         (["--sweep", "tokens=1", "--sweep", "tokens=2"], "swept once"),
         (["--prefill-instances", "tp4,tp3"], "8 % 3 = 2"),
-        (["--max-regress", "much"], "write 5%"),
-        (["--baseline", "/nowhere.json"], "/nowhere.json cannot be read"),
         (["--columns", "speed"], "speed"),
-        (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl cannot be read"),
     ],
 )
 @pytest.mark.sample
@@ -336,49 +317,6 @@ def test_two_of_them_share_the_machine(spawn: Run):
     assert finish(first)[0] == 130
 
 
-def test_a_trace_hits_what_is_computed_from_it_offline(spawn: Run, kvctl: Any, tmp_path: Path):
-    """Four conversations that branch; one line is broken. The hits are worked out here anew, with a set."""
-    page, blocks = 16, 512
-    lines, expected, seen = [], [], set()
-    for number in range(24):
-        family, depth = number % 4, 1 + number // 4
-        ids = [0, *(100 * family + at for at in range(1, depth + 1))]
-        tokens = blocks * len(ids) - 8 * number
-        lines.append({"timestamp": 40 * number, "input_length": tokens, "output_length": 9, "hash_ids": ids})
-        scaled = round(tokens / 8)
-        leading = next((at for at, each in enumerate(ids) if each not in seen), len(ids))
-        seen |= set(ids)
-        expected.append((scaled, min(min(leading * 64, scaled) // page, (scaled - 1) // page) * page))
-    file, saved = tmp_path / "trace.jsonl", tmp_path / "result.json"
-    texts = [orjson.dumps(line).decode() for line in lines]
-    file.write_text("\n".join([*texts[:5], '{"timestamp": 0}', *texts[5:]]))
-    options = ["--trace", str(file), "--tokens-scale", "0.125", "--speedup", "4", "--path", "staged"]
-    shape = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--prefill-tp", "2", *LOOPBACK]
-    code, _, err = finish(spawn(*options, *shape, "--save", str(saved)))
-    assert code == 0
-    assert err.startswith("kvctl: trace.jsonl line 6 is skipped: input_length is missing, not a whole number")
-    assert err.count("\n") == 1
-    document = orjson.loads(saved.read_bytes())
-    requests = document["traffic"]["requests"]
-    assert [(each["tokens"], each["prefix_tokens"]) for each in requests] == expected
-    assert sum(hit for _, hit in expected) > 0
-    (run,) = document["runs"]
-    assert (run["verified"], run["rooms"], run["arrivals"]) == (True, 24, "open")
-    assert run["prefix_hit_ratio"] == sum(hit for _, hit in expected) / sum(tokens for tokens, _ in expected)
-
-
-def test_conversations_reuse_what_was_said(spawn: Run):
-    shape = ["--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--decode-dp", "2", "--path", "staged"]
-    turns = ["--sessions", "3", "--turns", "3", "--tokens", "100", "--output-tokens", "20", "--decode-ms", "0.2"]
-    bench = spawn(*LOOPBACK, *shape, *turns, "-o", "json")
-    code, out, err = finish(bench)
-    assert (code, err) == (0, "")
-    (run,) = orjson.loads(out)["data"]
-    assert (run["rooms"], run["verified"], run["concurrency"]) == (9, True, 3)
-    assert run["prefix_hit_ratio"] == (0 + 112 + 240) / (100 + 220 + 340)  # whole pages of what was said before
-    assert run["tpot_ms"]["mean"] >= 0.2
-
-
 def test_modes_and_transports_have_fleets_of_their_own_in_one_table(spawn: Run, tmp_path: Path):
     saved = tmp_path / "result.json"
     options = ["--prefill-cp", "2", "--cp-mode", "rank0,all-chunk", "--chunk-tokens", "16", "--path", "staged"]
@@ -416,16 +354,6 @@ def test_pipelines_stand_side_by_side_and_a_report_is_drawn(spawn: Run, tmp_path
     text = page.read_text()
     assert text.startswith("<!DOCTYPE html>")
     assert "<svg" in text
-
-
-def test_a_preset_prints_the_published_columns(spawn: Run):
-    sizes = ["--layers", "8", "--kv-heads", "2", "--head-dim", "16", "--sweep", "tokens=64", "--concurrency", "2"]
-    code, out, err = finish(spawn(*LOOPBACK, "--preset", "pipeline-sweep", *sizes, "--rooms", "2", "-o", "tsv"))
-    assert code == 0, err
-    header, *lines = (line.split("\t") for line in out.splitlines())
-    assert header[:4] == ["tokens", "path", "pipeline", "transport"]
-    assert {"compute_ns", "groups", "exposed_ns", "ttft_mean_ns"} <= set(header)
-    assert [(line[0], line[2]) for line in lines] == [("64", how) for how in ("off", "on", "auto")]
 
 
 def test_interrupting_fleets_in_turns_prints_what_each_has_measured(spawn: Run):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,16 +11,7 @@ from click.core import ParameterSource
 
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_request import BenchRequest, resolve
-from kvctl.lab.ranks.request import Group, PlanRequest, Sizes, State, Tokens
-
-LINE = '{"timestamp": %d, "input_length": 1000, "output_length": 5, "hash_ids": [0, %d]}\n'
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> str:
-    file = tmp_path / "trace.jsonl"
-    file.write_text("".join(LINE % (1000 * number, number) for number in range(1, 700)))
-    return str(file)
+from kvctl.lab.ranks.request import Group, PlanRequest, Sizes, State
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +27,7 @@ def ask(*args: str) -> BenchRequest:
 
 
 def requests(*args: str) -> list[PlanRequest]:
-    return [variant.request for wave in ask(*args).waves for variant in wave.variants]
+    return [variant.request for wave in ask(*args).waves for variant in wave]
 
 
 def request(*args: str) -> PlanRequest:
@@ -50,7 +40,7 @@ class TestPlain:
         asked = request()
         assert (asked.prefill, asked.decode) == ((Sizes(),), Sizes())
         assert (asked.transport, asked.cp_mode, asked.pipelines) == ("nixl", "rank0", ("off",))
-        assert (asked.rate, asked.requests, asked.output_tokens) == (0.0, (), 0)
+        assert (asked.rate, asked.output_tokens) == (0.0, 0)
         assert asked.states is None
 
     def test_an_option_that_is_not_given_has_the_default_of_its_field(self):
@@ -127,164 +117,25 @@ class TestPlain:
         assert request().seed != request().seed
 
 
-class TestTraffic:
-    def test_a_trace_gives_the_requests_and_the_default_concurrency(self, trace: str):
-        asked = ask("--trace", trace, "--rooms", "3", "--speedup", "2", "--tokens-scale", "0.5")
-        assert asked.source is not None
-        prompts = asked.source.traffic.prompts
-        assert [(each.tokens, each.arrival_ms) for each in prompts] == [(500, 0.0), (500, 500.0), (500, 1000.0)]
-        assert asked.waves[0].variants[0].request.loads[0].concurrency == 32
-        assert asked.source.facts["file"] == "trace.jsonl"
-        assert asked.notes == ()
-
-    def test_a_long_trace_is_cut_and_that_is_said(self, trace: str):
-        asked = ask("--trace", trace)
-        assert asked.source is not None
-        assert len(asked.source.traffic.prompts) == 500
-        assert asked.notes == ("the first 500 requests of trace.jsonl; --rooms N sets another number",)
-
-    def test_a_rate_replaces_the_traces_arrivals(self, trace: str):
-        asked = ask("--trace", trace, "--rooms", "50", "--rate", "10", "--seed", "1")
-        assert asked.source is not None
-        times = [each.arrival_ms for each in asked.source.traffic.prompts]
-        assert times[0] == 0
-        assert times != [1000.0 * number for number in range(50)]
-        assert request("--rate", "10").rate == 10.0
-
-    def test_as_fast_as_it_goes(self, trace: str):
-        asked = ask("--trace", trace, "--speedup", "inf")
-        assert asked.source is not None
-        assert {each.arrival_ms for each in asked.source.traffic.prompts} == {None}
-        assert asked.source.facts["speedup"] is None
-
-    def test_skipped_lines_are_noted_and_kept(self, tmp_path: Path):
-        file = tmp_path / "t.jsonl"
-        file.write_text("{}\n" + LINE % (0, 1))
-        asked = ask("--trace", str(file))
-        assert asked.notes[0].startswith("t.jsonl line 1 is skipped: input_length is missing")
-        assert asked.source is not None
-        assert list(asked.source.facts["skipped_lines"]) == ["1"]
-
-    def test_sessions_are_in_flight_all_at_once(self):
-        asked = ask("--sessions", "16", "--turns", "3", "--tokens", "100", "--output-tokens", "20")
-        assert asked.source is not None
-        assert len(asked.source.traffic.prompts) == 48
-        load = asked.waves[0].variants[0].request.loads[0]
-        assert (load.concurrency, load.tokens) == (16, Tokens(values=(340,)))
-
-
-class TestPresets:
-    def test_a_preset_fills_in_what_was_not_given_and_says_what_is_not_as_published(self):
-        asked = ask("--preset", "stress", "--prefill-tp", "2")
-        (fleet,) = asked.waves[0].variants
-        assert (fleet.request.prefill, fleet.request.decode) == ((Sizes(tp=2),), Sizes(dp=4))
-        assert [(load.concurrency, load.rooms) for load in fleet.request.loads] == [(64, 64)]
-        assert asked.notes == (
-            "stress in host memory has 4 layers, 4 KV heads, 64 elements per head; options on the command line replace "
-            "them",
-        )
-
-    def test_what_is_given_stays_and_heads_are_those_of_a_given_model(self):
-        given = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--tokens", "4096")
-        asked = ask("--preset", "p2d4", *given)
-        assert asked.notes == ()
-        fleet = asked.waves[0].variants[0].request
-        assert (fleet.layers, fleet.loads[0].tokens) == (32, Tokens(values=(4096,)))
-        latent = request("--preset", "stress", "--model", "deepseek-r1")
-        assert (latent.layers, latent.kv_heads, latent.head_dim) == (4, None, None)
-
-    def test_fleets_that_are_compared_are_alive_together(self):
-        (wave,) = ask("--preset", "staging-overhead").waves
-        assert [(each.fleet, each.name, each.request.paths) for each in wave.variants] == [
-            ("homogeneous", "homogeneous", ("bulk",)),
-            ("staged", "staged", ("staged",)),
-        ]
-
-    def test_cp_sizes_come_one_after_the_other_with_their_modes_together(self):
-        asked = ask("--preset", "cp")
-        assert [[each.name for each in wave.variants] for wave in asked.waves] == [
-            [f"cp{size}-{mode}" for mode in ("rank0", "all", "all-chunk", "room-hash")] for size in (2, 4)
-        ]
-
-    def test_conversations_come_from_sessions(self):
-        asked = ask("--preset", "multi-turn")
-        assert asked.source is not None
-        assert len(asked.source.traffic.prompts) == 160
-
-    def test_a_sweep_that_is_given_replaces_the_presets(self):
-        (fleet,) = ask("--preset", "staging-sweep", "--sweep", "concurrency=1,3").waves[0].variants
-        assert [load.concurrency for load in fleet.request.loads] == [1, 3]
-
-    @pytest.mark.parametrize(
-        ("args", "names_tokens"),
-        [("", True), ("--sweep concurrency=1,3", True), ("--sweep tokens=64,128", False), ("--sessions 2", False)],
-    )
-    def test_the_note_names_no_length_if_prompts_have_their_own(self, args: str, names_tokens: bool):
-        (note, *_) = ask("--preset", "staging-sweep", *args.split()).notes
-        sizes = "4 layers, 4 KV heads, 64 elements per head" + ", 256 tokens per prompt" * names_tokens
-        assert note == f"staging-sweep in host memory has {sizes}; options on the command line replace them"
-
-    def test_the_note_names_no_length_with_a_trace(self, trace: str):
-        (note, *_) = ask("--preset", "staging-sweep", "--trace", trace).notes
-        assert "elements per head; options on" in note
-
-
 class TestGpus:
     def test_pools_are_in_host_memory_unless_asked(self):
         asked = request()
-        assert (asked.device, asked.compute, asked.prefill_gpus, asked.direct_sms) == ("cpu", "sleep", (), None)
+        assert (asked.device, asked.prefill_gpus, asked.direct_sms) == ("cpu", (), None)
 
     def test_every_option_arrives(self):
-        where = "--device cuda --compute gpu --prefill-gpus 0,0 --decode-gpus 1 --direct-sms 16 --path direct"
+        where = "--device cuda --prefill-gpus 0,0 --decode-gpus 1 --direct-sms 16 --path direct"
         asked = request(*where.split())
-        assert (asked.device, asked.compute, asked.direct_sms) == ("cuda", "gpu", 16)
+        assert (asked.device, asked.direct_sms) == ("cuda", 16)
         assert (asked.prefill_gpus, asked.decode_gpus, asked.paths) == ((0, 0), (1,), ("direct",))
-
-    def test_presets_compare_direct_too_and_are_not_scaled_but_limited_in_time(self):
-        asked = ask("--preset", "staging-sweep", "--device", "cuda")
-        assert asked.notes == ()
-        assert asked.options["point_seconds"] == 5
-        (fleet,) = asked.waves[0].variants
-        assert fleet.request.paths == ("slice", "staged", "direct")
-        assert (fleet.request.layers, [load.rooms for load in fleet.request.loads][-1]) == (None, 1024)
-
-    def test_the_time_can_be_given(self):
-        assert ask("--preset", "stress", "--device", "cuda", "--point-seconds", "9").options["point_seconds"] == 9
-        assert ask("--preset", "stress").options["point_seconds"] is None
-
-    def test_the_pipeline_sweep_computes_a_large_models_forwards(self):
-        (wave,) = ask("--preset", "pipeline-sweep", "--device", "cuda", "--compute", "gpu").waves
-        assert wave.program.layer_ms == 0
-        asked = wave.variants[0].request
-        assert (asked.model, asked.pipelines, asked.paths) == ("qwen2.5-72b", ("off", "on"), ("staged",))
-        assert [load.tokens.values for load in asked.loads] == [(1024,), (2048,), (4096,), (8192,), (16384,)]
-        assert {load.concurrency for load in asked.loads} == {1}
-
-    def test_without_real_compute_it_is_simulated(self):
-        (wave,) = ask("--preset", "pipeline-sweep", "--device", "cuda").waves
-        assert wave.program.layer_ms > 0
 
 
 @pytest.mark.parametrize(
     ("args", "option", "text"),
     [
-        ("--compute gpu", "--compute", "add --device cuda"),
         ("--prefill-gpus 0", "--prefill-gpus", "add --device cuda"),
         ("--decode-gpus 0", "--decode-gpus", "add --device cuda"),
         ("--direct-sms 4", "--direct-sms", "add --device cuda"),
         ("--path staged,direct", "--path", "add --device cuda"),
-        ("--device cuda --compute gpu --layer-ms 1", "--layer-ms", "leave it out"),
-        ("--sessions 2 --trace {trace}", "--trace", "leave out --sessions"),
-        ("--speedup 2", "--speedup", "requires --trace"),
-        ("--tokens-scale 0.1", "--tokens-scale", "requires --trace"),
-        ("--turns 2", "--turns", "requires --sessions"),
-        ("--cache-tokens 2", "--cache-tokens", "requires --trace or --sessions"),
-        ("--trace {trace} --tokens 4", "--tokens", "scale them with --tokens-scale"),
-        ("--trace {trace} --prefix-hit 0.5", "--prefix-hit", "the requests determine the prefix hits"),
-        ("--trace {trace} --sweep tokens=1,2", "--sweep", "the requests define the lengths"),
-        ("--sessions 2 --tokens 1..5", "--tokens", "not a range"),
-        ("--sessions 2 --rooms 5", "--rooms", "their number is --sessions times --turns"),
-        ("--trace /nowhere.jsonl", "--trace", "/nowhere.jsonl cannot be read"),
         ("--prefill-instances tp4 --prefill-tp 2", "--prefill-instances", "leave out --prefill-tp"),
         ("--prefill-instances tp4 --prefill-pp-layers 2,2", "--prefill-instances", "leave out --prefill-pp-layers"),
         (
@@ -295,9 +146,9 @@ class TestGpus:
         ("--sweep tokens=1 --sweep tokens=2", "--sweep", "swept once"),
     ],
 )
-def test_contradictions_name_the_option_and_the_way_out(args: str, option: str, text: str, trace: str):
+def test_contradictions_name_the_option_and_the_way_out(args: str, option: str, text: str):
     with pytest.raises(click.BadParameter, match=text) as caught:
-        ask(*args.format(trace=trace).split())
+        ask(*args.split())
     assert caught.value.param_hint == option
 
 
@@ -309,7 +160,6 @@ def test_contradictions_name_the_option_and_the_way_out(args: str, option: str, 
         ("--device gpu", "'gpu' is not one of"),
         ("--device cuda --prefill-gpus a", "nvidia-smi -L lists them"),
         ("--point-seconds 0", "not in the range"),
-        ("--preset staging", "'staging' is not one of"),
     ],
 )
 def test_values_are_refused_where_they_are_read(args: str, text: str):
@@ -324,7 +174,6 @@ def test_help_lists_every_option_under_its_group():
         "Layout:",
         "Model:",
         "Load:",
-        "Real traffic:",
         "Engine:",
         "GPUs:",
         "Compute:",
@@ -333,4 +182,3 @@ def test_help_lists_every_option_under_its_group():
     ]
     positions = [text.index(f"\n{title}") for title in titles]
     assert positions == sorted(positions)
-    assert text.index("--trace") > text.index("Real traffic:")

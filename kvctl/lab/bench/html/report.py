@@ -27,7 +27,7 @@ from kvctl.render.view import Column, Kind, View, Width
 
 _MAX_ROOFLINE_CARDS = 2
 _TEXT_KINDS = (Kind.TEXT, Kind.FLAG, Kind.LIST, Kind.MAP)
-_VERDICT_CLASSES = {"True": "good", "False": "bad", "PASS": "good", "FAIL": "bad"}
+_VERDICT_CLASSES = {"True": "good", "False": "bad"}
 
 
 def render(document: Mapping[str, Any], command: str, started_at: str) -> str:
@@ -74,8 +74,7 @@ def render(document: Mapping[str, Any], command: str, started_at: str) -> str:
 
 
 def _setup(document: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    words = [f"preset {document['preset']}"] if "preset" in document else []
-    words += dict.fromkeys(f"prefill {run['prefill']} → decode {run['decode']}" for run in runs)
+    words = list(dict.fromkeys(f"prefill {run['prefill']} → decode {run['decode']}" for run in runs))
     words += shape_words(document["shape"])
     words += dict.fromkeys(pages_text(run) for run in runs)
     words.append(f"on {' and '.join(_distinct(runs, 'device'))}")
@@ -176,10 +175,11 @@ def _class(column: Column) -> str:
 
 
 def _provenance(document: Mapping[str, Any], command: str) -> Markup:
-    """Returns the section with the command line, the traffic and the environment."""
-    facts = {**document.get("traffic", {}), **document["env"]}
+    """Returns the section with the command line and the environment."""
     listed = (
-        tag("div", tag("dt", str(key)), tag("dd", text)) for key, value in facts.items() if (text := _fact(value))
+        tag("div", tag("dt", str(key)), tag("dd", text))
+        for key, value in document["env"].items()
+        if (text := _fact(value))
     )
     return tag("section", tag("h2", "How it was measured"), tag("pre", tag("code", command)), tag("dl", *listed))
 

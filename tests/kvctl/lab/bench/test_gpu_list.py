@@ -10,7 +10,7 @@ import click
 import pytest
 
 from benchmarks import gpu_list
-from benchmarks.gpu_claims import Bench, Claim, auto_of_best, benches, over, slowdown, ttft_at, ttft_where_even
+from benchmarks.gpu_claims import Bench, Claim, auto_of_best, benches, over, ttft_at, ttft_where_even
 from benchmarks.gpu_claims import worst_ttft as worst
 from kvctl.commands.bench import bench
 
@@ -66,12 +66,6 @@ def test_pipelining_counts_where_transfer_takes_as_long_as_compute() -> None:
     }
     assert ttft_where_even(document) == pytest.approx(-0.45)
     assert worst(document) == pytest.approx(0.01)
-
-
-def test_the_worst_slowdown_of_a_path_counts() -> None:
-    runs = [run("direct", tokens=tokens, compute_slowdown_ratio=by) for tokens, by in ((1, 0.02), (2, 0.05), (3, None))]
-    assert slowdown("direct", "off")({"runs": runs}) == 0.05
-    assert slowdown("staged", "off")({"runs": runs}) is None
 
 
 def test_a_claim_says_its_bound() -> None:

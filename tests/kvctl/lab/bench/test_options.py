@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.options import parse_cp_modes, parse_percent, parse_scale, parse_sweep, sweep_loads
+from kvctl.lab.bench.options import parse_cp_modes, parse_sweep, sweep_loads
 from kvctl.lab.ranks.request import (
     Group,
     Load,
@@ -37,7 +36,6 @@ VALUES: dict[Callable[[str], Any], dict[str, Any]] = {
         "tokens=7..7": ("tokens", [7]),
         "concurrency=4,4": ("concurrency", [4]),
     },
-    parse_percent: {"5%": 0.05, "5": 0.05},
     parse_names: {"slice, staged,,auto": ("slice", "staged", "auto"), "": ()},
     parse_instances: {
         "tp4, tp2:pp2,cp2": (Sizes(tp=4), Sizes(tp=2, pp=2), Sizes(cp=2)),
@@ -47,7 +45,6 @@ VALUES: dict[Callable[[str], Any], dict[str, Any]] = {
     parse_stages: {"10, 22": (10, 22), "": ()},
     parse_cp_modes: {"rank0,all-chunk,rank0": ("rank0", "all-chunk")},
     parse_pipelines: {"off,on,auto,4": ("off", "on", "auto", "4")},
-    parse_scale: {"0.05": Fraction(1, 20), "1/3": Fraction(1, 3)},
     parse_scale_bytes: {"": (None, None), "4": (4, 4), "4,2": (4, 2)},
     parse_state: {
         "conv:4x1x256": State("conv", 4, 1, 256),
@@ -71,7 +68,6 @@ WRONG: dict[Callable[[str], Any], dict[str, tuple[str, ...]]] = {
         "'0' is not a whole number": ("tokens=0..4",),
         "65 points, at most 64": ("concurrency=" + ",".join(map(str, range(1, 66))),),
     },
-    parse_percent: {"write 5%": ("", "five", "101", "-1")},
     parse_instances: {
         "'' is not a size": ("", "tp4,,cp2"),
         "'4' is not a size": ("4",),
@@ -86,7 +82,6 @@ WRONG: dict[Callable[[str], Any], dict[str, tuple[str, ...]]] = {
         "no value is given; allowed: rank0, all, all-chunk, room-hash": ("",),
     },
     parse_pipelines: {"did you mean auto": ("autto",), "is unknown": ("0", "-1")},
-    parse_scale: {"is not a factor": ("0", "-1", "", "half", "1/0", "101", "inf", "nan")},
     parse_scale_bytes: {"write bytes per page and head": ("x", "1,2,3", "-4", "4,")},
     parse_state: {
         "write NAME:ROWSxHEADSxBYTES": (

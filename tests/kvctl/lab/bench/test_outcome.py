@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from kvctl.lab.bench.html.report import render as html
 from kvctl.lab.bench.results import Measured, Outcome, Results
-from kvctl.lab.bench.traffic import Source, Traffic
 from kvctl.lab.bench.trials import Case, Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import BENCH, PLAN, blocks, plan_rows, plan_table
 from kvctl.lab.ranks.busy_loop import LoopTimes
 from kvctl.lab.ranks.messages import Room
-from kvctl.lab.ranks.request import PlanRequest, Request, Sizes
+from kvctl.lab.ranks.request import PlanRequest, Sizes
 from kvctl.render.report import Grid
 from kvctl.render.selection import Selection, table_columns
 from kvctl.render.terminal import render
@@ -32,7 +30,6 @@ def plan(
     arrival_ms: float | None = None,
     prefix_tokens: int = 0,
     gpus: tuple[int, int] = (-1, -1),
-    compute: str = "sleep",
     **shape: Any,
 ) -> Any:
     return bench_plan(
@@ -41,7 +38,6 @@ def plan(
         {"layers": 8, **shape},
         transport=transport,
         device="cpu" if gpus[0] < 0 else "cuda",
-        compute=compute,
         ranks=[{"role": role, "device": gpu} for role, gpu in zip(("prefill", "decode"), gpus, strict=True)],
         paths=["slice", "staged", "direct", "auto"],
         pipelines=["off", "on"],
@@ -63,7 +59,7 @@ def trial(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None
     return Trial(case, 0, 0, (room,), reports)
 
 
-def measured(*trials: Trial, label: str = "", transport: str = "nixl", fleet: str = "", **planned: Any) -> Measured:
+def measured(*trials: Trial, label: str = "", transport: str = "nixl", **planned: Any) -> Measured:
     made = plan(transport, **planned)
     names: Any = {f"{rank['role']}-0": rank for rank in made["ranks"]}
     results = Results(made, names, "off")
@@ -74,17 +70,17 @@ def measured(*trials: Trial, label: str = "", transport: str = "nixl", fleet: st
     for each in trials:
         results.add(each)
     request = PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0, transport=transport)
-    return Measured(Variant(label, request, fleet), results)
+    return Measured(Variant(label, request), results)
 
 
-def outcome(*fleets: Measured, **more: Any) -> Outcome:
-    whole = Outcome(**more)
+def outcome(*fleets: Measured) -> Outcome:
+    whole = Outcome()
     whole.measured += fleets
     return whole
 
 
 def shown(whole: Outcome) -> str:
-    made = blocks(whole.rows(), whole, None)
+    made = blocks(whole.rows(), whole)
     plain = Selection(None, (), ())
     columns = [table_columns(each.view, plain, False) if isinstance(each, Grid) else () for each in made]
     return render(made, columns, 200, colour=False)
@@ -134,17 +130,8 @@ class TestSeveralFleets:
         broken = trial(Case(0, "staged"))
         broken.reports["decode-0"]["failures"].append([0, "decode-0: lost its peer"])
         assert outcome(measured(broken)).problems == ["1 room failed: decode-0: lost its peer"]
-        both = outcome(measured(broken, label="all", fleet="cp2"), measured(label="rank0", fleet="cp2"))
-        assert both.problems == ["cp2 all: 1 room failed: decode-0: lost its peer"]
-
-
-def test_the_saved_document_tells_of_real_traffic_and_of_the_preset():
-    source = Source({"kind": "trace", "file": "t.jsonl"}, Traffic((Request(None, 64),), Fraction(512)), None)
-    document = outcome(measured(trial(Case(0, "staged"))), preset="stress", source=source).document()
-    assert document["preset"] == "stress"
-    assert document["traffic"]["file"] == "t.jsonl"
-    assert [(each["tokens"], each["prefix_tokens"]) for each in document["traffic"]["requests"]] == [(64, 0)]
-    assert {"preset", "traffic"}.isdisjoint(outcome(measured(trial(Case(0, "staged")))).document())
+        both = outcome(measured(broken, label="all"), measured(label="rank0"))
+        assert both.problems == ["all: 1 room failed: decode-0: lost its peer"]
 
 
 class TestPicture:
@@ -284,8 +271,7 @@ class TestOnGpus:
         assert row["floor_ratio"] == (pytest.approx(40 / floor_ms) if floor_ms else None)
 
     def test_on_hosts_there_is_no_such_floor(self):
-        row = outcome(self.fleet(gpus=(-1, -1))).rows()[0]
-        assert (row["floor_ratio"], row["compute_slowdown_ratio"]) == (None, None)
+        assert outcome(self.fleet(gpus=(-1, -1))).rows()[0]["floor_ratio"] is None
 
     def test_the_document_has_the_floors_and_the_gpus(self):
         document = outcome(self.fleet()).document()
@@ -305,18 +291,6 @@ class TestOnGpus:
         assert floor.split()[4:] == ["80", "8", "-90%?", "4", "-95%?", "4", "-95%?"]
         assert "copy within the GPU 5 GB/s, to the decode rank's 0.002 GB/s, one write over nixl 3 GB/s" in text
         assert "memcpy" not in text
-
-    def test_compute_beside_transfers_is_held_against_compute_alone(self):
-        case = Case(0, "direct", "on")
-        busy = trial(case)
-        busy.reports["prefill-0"]["compute_alone"] = [[0, 16 * MS]]
-        whole = outcome(measured(busy, gpus=(0, 1), compute="gpu"))
-        (row,) = whole.rows()
-        assert row["compute_slowdown_ratio"] == pytest.approx(0.25)
-        text = shown(whole)
-        assert "forwards computed for real" in text
-        assert "compute slowed down by" in text
-        assert "TTFT mean" in text
 
     def test_rooms_that_there_was_no_time_for_are_told(self):
         fleet = measured(trial(Case(0, "slice")), gpus=(0, 1))

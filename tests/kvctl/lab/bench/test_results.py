@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.baseline import FAIL, UNDECIDED, compare, lines, load_baseline
 from kvctl.lab.bench.results import Measured, Outcome, Results
 from kvctl.lab.bench.room_timing import rate, time_rooms
 from kvctl.lab.bench.rows import with_delta
@@ -262,7 +261,7 @@ def rounds(path: str, *took_ms: int, sent: str = "") -> list[Trial]:
 
 def on_terminal(collected: Results) -> str:
     whole = outcome(collected)
-    made = blocks(whole.rows(), whole, None)
+    made = blocks(whole.rows(), whole)
     columns = [(getattr(block, "view", None) and block.view.columns) or () for block in made]  # type: ignore[union-attr]
     return render(made, columns, 80, colour=False)
 
@@ -322,82 +321,6 @@ def test_a_row_has_the_figures_of_each_round():
     (row,) = results(*rounds("staged", 50, 100)).rows()
     assert [each["rooms_per_s"] for each in row["rounds"]] == pytest.approx([26.67, 13.33], abs=0.01)
     assert {"gb_per_s", "latency_ms", "ttft_ms", "cpu_seconds"} <= set(row["rounds"][0])
-
-
-class TestBaseline:
-    """Given rounds of two results, the verdict."""
-
-    def rows(self, *took_ms: int) -> list[dict[str, Any]]:
-        return outcome(results(*rounds("staged", *took_ms))).rows()
-
-    def saved(self, *took_ms: int) -> dict[str, Any]:
-        return outcome(results(*rounds("staged", *took_ms))).document()
-
-    def test_within_the_allowance_passes(self):
-        rows = compare(self.rows(104), plan()["shape"], self.saved(100), 0.05)
-        assert rows[0]["baseline"]["verdict"] == "PASS"
-        assert lines(rows, FAIL) == []
-
-    def test_beyond_it_fails_with_both_figures_and_the_reason(self):
-        rows = compare(self.rows(200, 202, 204, 206), plan()["shape"], self.saved(100, 101, 102, 103), 0.05)
-        assert rows[0]["baseline"]["verdict"] == "FAIL"
-        assert lines(rows, FAIL) == [
-            "FAIL: staged at concurrency 2, 64 tokens: 0.654 GB/s, baseline 1.31 (-50.0%): the spreads (0.647-0.667 in "
-            "4 rounds, baseline 1.29-1.33) are more than 5% apart"
-        ]
-
-    @pytest.mark.parametrize(
-        ("now", "then", "verdict"),
-        [
-            ((100, 118, 120, 130), (95, 100, 105, 110), UNDECIDED),  # a tenth slower, but the spreads overlap
-            ((112, 113, 114, 115), (100, 101, 102, 110), UNDECIDED),  # apart, but not by the allowance
-            ((118, 119, 120, 121), (100, 101, 102, 110), FAIL),
-            ((200, 202, 204), (100, 101, 102, 103), UNDECIDED),  # too few rounds
-            ((95, 100, 105, 400), (95, 100, 105, 110), "PASS"),  # one slow round of the median of four
-            ((200,) * 8 + (90,), (100,) * 8 + (250,), FAIL),  # of nine rounds, outliers do not count
-        ],
-    )
-    def test_the_spreads_of_both_decide(self, now: tuple[int, ...], then: tuple[int, ...], verdict: str):
-        (row,) = compare(self.rows(*now), plan()["shape"], self.saved(*then), 0.05)
-        assert row["baseline"]["verdict"] == verdict
-
-    @pytest.mark.parametrize(("now", "verdict"), [((100, 110, 120, 130), UNDECIDED), ((180, 182, 184, 190), FAIL)])
-    def test_a_result_without_rounds_has_the_spread_of_this_run(self, now: tuple[int, ...], verdict: str):
-        saved = self.saved(100)
-        for run in saved["runs"]:
-            del run["rounds"]
-        (row,) = compare(self.rows(*now), plan()["shape"], saved, 0.05)
-        assert row["baseline"]["verdict"] == verdict
-        assert row["baseline"]["why"].endswith("so its spread is taken to be that of this run")
-
-    @pytest.mark.parametrize("broken", [7, "x", [1], [{"gb_per_s": "x"}], [{}]])
-    def test_malformed_rounds_are_none(self, broken: Any):
-        saved = self.saved(100)
-        saved["runs"][0]["rounds"] = broken
-        assert compare(self.rows(100), plan()["shape"], saved, 0.05)[0]["baseline"]["verdict"] == "PASS"
-
-    def test_another_shape_is_no_baseline(self):
-        with pytest.raises(ValueError, match="another shape"):
-            compare(self.rows(100), {"layers": 99}, self.saved(100), 0.05)
-
-    @pytest.mark.parametrize(
-        "other", [{"decode_page_size": 64}, {"cp_interleave": 1}, {"kv_layouts": ["nhd", "hnd"]}, {"page_size": 8}]
-    )
-    def test_other_pages_or_pools_are_no_baseline(self, other: dict[str, Any]):
-        rows = [{**row, **other} for row in self.rows(100)]
-        with pytest.raises(ValueError, match="page sizes and pool layouts"):
-            compare(rows, plan()["shape"], self.saved(100), 0.05)
-
-    def test_nothing_in_common_is_no_baseline(self):
-        with pytest.raises(ValueError, match="no run with the same path"):
-            compare(results(trial("slice")).rows(), plan()["shape"], self.saved(100), 0.05)
-
-    @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": "kvctl.rooms/1", "runs": []}'])
-    def test_another_file_is_no_baseline(self, content: str, tmp_path: Any):
-        file = tmp_path / "saved.json"
-        file.write_text(content)
-        with pytest.raises(ValueError, match=r"saved\.json"):
-            load_baseline(file)
 
 
 def test_loads_are_apart_so_that_no_two_share_content():

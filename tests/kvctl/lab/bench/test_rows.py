@@ -21,8 +21,8 @@ def row(path: str, gb_per_s: float, concurrency: int = 4, **more: Any) -> dict[s
     }
 
 
-def deltas(*rows: dict[str, Any], within: tuple[str, ...] = ()) -> list[tuple[str, int, Any]]:
-    return [(each["path"], each["concurrency"], each["delta_ratio"]) for each in with_delta(rows, within)]
+def deltas(*rows: dict[str, Any]) -> list[tuple[str, int, Any]]:
+    return [(each["path"], each["concurrency"], each["delta_ratio"]) for each in with_delta(rows)]
 
 
 def test_the_first_of_a_load_is_what_the_others_are_held_against():
@@ -36,16 +36,6 @@ def test_the_first_of_a_load_is_what_the_others_are_held_against():
 
 def test_other_compute_is_another_load():
     assert deltas(row("staged", 2, layer_ms=0.0), row("staged", 1, layer_ms=5.0)) == [("staged", 4, None)] * 2
-
-
-def test_rows_can_be_compared_within_a_path():
-    modes = [row(path, rate, mode=mode) for mode, rate in (("rank0", 2), ("all", 3)) for path in ("bulk", "staged")]
-    assert deltas(*modes, within=("path",)) == [
-        ("bulk", 4, None),
-        ("bulk", 4, 0.5),
-        ("staged", 4, None),
-        ("staged", 4, 0.5),
-    ]
 
 
 def test_the_time_to_the_first_token_is_compared_too():

@@ -45,7 +45,7 @@ class FleetOnPaper:
 
 def planned(index: int) -> dict[str, Any]:
     room = {"tokens": 16, "prefix_tokens": 0, "instance": 0, "decode_dp": index % 2, "bytes": 1}
-    return {**room, "arrival_ms": None, "output_tokens": 0, "session": -1}
+    return {**room, "arrival_ms": None, "output_tokens": 0}
 
 
 def plan(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.request import Group, Load, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.request import Group, Load, Sizes, State, Tokens
 from kvctl.lab.ranks.worker import StateChange
 from kvctl_agent.contract.states import RoomState
 
@@ -52,7 +52,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "state over stages": {"prefill": (Sizes(pp=2, tp=2),), "states": STATES, "prefix_hit": 0.5},
     "cached to the last page": {
-        "requests": tuple(Request(None, tokens, prefix) for tokens, prefix in ((16, 16), (1, 0), (40, 36), (33, 32))),
+        "loads": (Load(4, Tokens(values=(16, 1, 40, 33))),),
+        "prefix_hit": 0.9,
         "states": STATES,
         "prefill": (Sizes(cp=2),),
         "cp_mode": "all",
@@ -60,7 +61,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "groups over stages": {"prefill": (Sizes(pp=2, tp=2),), "groups": GROUPS[:2], "states": STATES},
     "groups with cached prefixes": {
-        "requests": tuple(Request(None, tokens, prefix) for tokens, prefix in ((16, 16), (1, 0), (40, 36), (40, 8))),
+        "loads": (Load(4, Tokens(values=(16, 1, 40, 36))),),
+        "prefix_hit": 0.9,
         "groups": GROUPS,
         "draft_layers": 1,
         "prefill": (Sizes(cp=2),),
@@ -140,8 +142,9 @@ def test_short_prompts_take_the_plain_path_and_the_reason_is_counted(fleet: Star
 
 
 def test_rooms_come_at_their_time_and_time_in_the_queue_is_theirs(fleet: Start):
-    asked = tuple(Request(arrival_ms=15.0 * index, tokens=16) for index in range(4))
-    ranks = fleet(requests=asked, loads=(Load(1, Tokens()),), rooms=None)
+    ranks = fleet(loads=(Load(1, Tokens(values=(16,))),), rooms=4)
+    for index, room in enumerate(ranks.plan["loads"][0]["rooms"]):
+        room["arrival_ms"] = 15.0 * index
     reports = ranks.run("slice", layer_ms=10.0)
     decode = sorted(rows(reports, "decode"))
     arrivals = [row[1] for row in decode]
@@ -152,20 +155,16 @@ def test_rooms_come_at_their_time_and_time_in_the_queue_is_theirs(fleet: Start):
     assert waits[3] > 100 * MS
 
 
-def test_turns_of_a_session_follow_each_other_and_tokens_come_in_steps(fleet: Start):
-    asked = tuple(Request(arrival_ms=None, tokens=16, output_tokens=3, session=index % 2) for index in range(6))
-    ranks = fleet(requests=asked, loads=(Load(1, Tokens()),), rooms=None, decode=Sizes(tp=2))
+def test_tokens_come_in_steps(fleet: Start):
+    ranks = fleet(loads=(Load(2, Tokens(values=(16,))),), output_tokens=3, decode=Sizes(tp=2))
     begun = time.monotonic()
     reports = ranks.run("slice", decode_ms=4.0)
     assert time.monotonic() - begun < ranks.timeout_s / 2
     for rank in ("decode-0", "decode-1"):
-        turns = {row[0]: row for row in reports[rank]["rooms"]}
-        assert len(turns) == 6
-        for index, (_, arrival, success, first, last) in turns.items():
+        assert len(reports[rank]["rooms"]) == 6
+        for _, arrival, success, first, last in reports[rank]["rooms"]:
             assert arrival < success < first < last
             assert last - first >= 2 * 4 * MS
-            if index > 1:
-                assert arrival >= turns[index - 2][4]
     assert [verdict["mismatches"] for verdict in ranks.verify().values()] == [[], []]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks import content, gpu_engine, measure, resolve, sizing, worker
+from kvctl.lab.ranks import content, measure, resolve, sizing
 from kvctl.lab.ranks.messages import Measure
 from kvctl.lab.ranks.request import Sizes
 from kvctl.lab.ranks.sizing import Budget
@@ -66,21 +66,3 @@ def test_floors_of_a_device_are_measured(fleet: Callable[..., Any], monkeypatch:
 def test_host_pools_have_no_floor_of_a_device(fleet: Callable[..., Any]):
     started = fleet()
     assert [started.ask("p0-prefill-0", Measure(kind)) for kind in ("device", "peer")] == [{"gb_per_s": None}] * 2
-
-
-def test_a_rank_that_computes_says_what_it_takes_alone(fleet: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("torch")
-
-    def on_a_processor(work: Any, device: str, *args: Any) -> gpu_engine.GpuEngine:
-        assert device == "cuda:0"
-        small = work._replace(products=((16, 16),))
-        return gpu_engine.GpuEngine(small, "cpu", *args)
-
-    monkeypatch.setattr(worker, "GpuEngine", on_a_processor)
-    monkeypatch.setattr(gpu_engine, "_MIN_MEASURED_S", 0.0)
-    started = fleet(device="cuda", compute="gpu", model="llama-3.2-1b")
-    for pipeline in ("off", "2"):
-        report = succeeded(started, "staged", pipeline=pipeline)["p0-prefill-0"]
-        assert sorted(index for index, _ in report["compute_alone"]) == list(range(6))
-        assert all(alone > 0 for _, alone in report["compute_alone"])
-        assert all(row[4] > 0 and row[1] < row[2] <= row[3] for row in report["rooms"])

@@ -50,7 +50,7 @@ def test_one_gpu_is_everybodys(have: Callable[..., None]):
     have(140 * GIB)
     planned = make_plan(request())
     assert placed(planned) == [("prefill", 0)] * 4 + [("decode", 0)]
-    assert (planned["device"], planned["compute"]) == ("cuda", "sleep")
+    assert planned["device"] == "cuda"
 
 
 def test_of_several_the_first_half_prefills(have: Callable[..., None]):
@@ -85,10 +85,8 @@ def test_paths_on_gpus_include_direct(have: Callable[..., None]):
         ({"prefill_gpus": (1,)}, r"--prefill-gpus 1: this machine has no GPU 1, only GPU 0"),
         ({"decode_gpus": (0, 8, 7)}, r"--decode-gpus 0,8,7: this machine has no GPU 8,7"),
         ({"device": "cpu", "decode_gpus": (0,)}, r"--decode-gpus 0: pools are in host memory; give --device cuda"),
-        ({"device": "cpu", "compute": "gpu"}, r"--compute gpu: .* --device cuda"),
         ({"device": "cpu", "memory_bytes": GIB, "paths": ("direct",)}, r"--path direct: .* --device cuda"),
         ({"device": "cdua"}, r"--device 'cdua' is unknown; allowed: .*, did you mean cuda"),
-        ({"compute": "cpu"}, r"--compute 'cpu' is unknown"),
     ],
 )
 def test_what_cannot_be_is_refused(have: Callable[..., None], changes: dict[str, Any], says: str):
@@ -134,20 +132,6 @@ def test_rings_may_be_larger_than_on_the_host(have: Callable[..., None]):
     have(140 * GIB, 140 * GIB)
     planned = make_plan(request(model="llama-3.1-70b", loads=(Load(512, Tokens(values=(1024,))),), rooms=512))
     assert planned["ring_bytes"] == 8 * GIB
-
-
-def test_compute_goes_with_the_model_s_widths_and_says_who_competes(have: Callable[..., None]):
-    have(140 * GIB, 140 * GIB, 140 * GIB, 140 * GIB)
-    planned = make_plan(request(compute="gpu", model="qwen2.5-72b", layers=4, prefill=(Sizes(tp=2, pp=2),)))
-    assert planned["shape"].get("widths") == {"hidden": 8192, "q_heads": 64, "intermediate": 29568}
-    assert planned["notes"] == [
-        "compute: 2 prefill ranks share GPU 0 and compete for it",
-        "compute: 2 prefill ranks share GPU 1 and compete for it",
-        "compute: pipeline stages do not wait for each other's layers",
-    ]
-    alone = make_plan(request(compute="gpu", model="qwen2.5-72b", prefill=(Sizes(tp=2),)))
-    assert (alone["shape"]["model"], alone["notes"]) == ("qwen2.5-72b", [])
-    assert "widths" not in make_plan(request())["shape"]
 
 
 def test_a_room_that_no_gpu_holds_is_refused(have: Callable[..., None]):

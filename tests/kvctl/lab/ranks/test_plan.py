@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.ranks.request import KV_LAYOUTS, Group, Load, PlanRequest, Request, Sizes, State, Tokens
+from kvctl.lab.ranks.request import KV_LAYOUTS, Group, Load, PlanRequest, Sizes, State, Tokens
 from kvctl.lab.ranks.resolve import make_plan
 from kvctl_agent.errors import ConfigError, LayoutError
 from kvctl_agent.memory.pool_layouts import POOL_LAYOUTS
@@ -246,19 +246,6 @@ def test_a_model_made_shorter_keeps_the_state_beside_its_layers():
     assert [state["layers"] for state in shape["states"]] == [[0, 0, 0, 1, 1, 1]] * 2
 
 
-def test_requests_keep_their_order_arrivals_and_places():
-    asked = tuple(
-        Request(arrival_ms=100.0 + index, tokens=64 + index, prefix_tokens=16, output_tokens=3, decode_dp=index % 2)
-        for index in range(6)
-    )
-    (load,) = make_plan(request(**SMALL, requests=asked, decode=Sizes(dp=2), loads=(Load(3, Tokens()),)))["loads"]
-    assert [room["arrival_ms"] for room in load["rooms"]] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert [room["tokens"] for room in load["rooms"]] == list(range(64, 70))
-    assert [room["decode_dp"] for room in load["rooms"]] == [0, 1, 0, 1, 0, 1]
-    assert {(room["prefix_tokens"], room["output_tokens"]) for room in load["rooms"]} == {(16, 3)}
-    assert load["batches"] == [[0, 6]]
-
-
 def test_rooms_at_a_rate_arrive_and_each_lot_starts_anew():
     plan = make_plan(request(rate=50.0, rooms=40))
     (load,) = plan["loads"]
@@ -269,25 +256,6 @@ def test_rooms_at_a_rate_arrive_and_each_lot_starts_anew():
         assert arrivals == sorted(arrivals)
     assert plan["config"]["bootstrap_timeout_s"] == 3600
     assert {room["arrival_ms"] for room in make_plan(request())["loads"][0]["rooms"]} == {None}
-
-
-def test_many_requests_are_cut_into_lots_that_fit_and_said():
-    asked = tuple(Request(arrival_ms=10.0 * index, tokens=4096 if index == 7 else 64) for index in range(40))
-    plan = make_plan(request(requests=asked, memory_bytes=2 * GIB))
-    (load,) = plan["loads"]
-    assert len(load["batches"]) > 1
-    assert all(load["rooms"][first]["arrival_ms"] == 0 for first, _ in load["batches"])
-    assert sum(rank["pool_bytes"] for rank in plan["ranks"]) < 2 * GIB
-    assert f"40 requests run in {len(load['batches'])} batches" in plan["notes"][0]
-
-
-def test_turns_of_a_session_go_to_one_decode_group_and_no_session_waits_for_another():
-    asked = tuple(Request(arrival_ms=None, tokens=64, session=index % 5) for index in range(20))
-    (load,) = make_plan(request(**SMALL, requests=asked, decode=Sizes(dp=2), loads=(Load(2, Tokens()),)))["loads"]
-    homes = {(room["session"], room["decode_dp"]) for room in load["rooms"]}
-    assert len(homes) == 5
-    sessions = [sum(group == dp for _, group in homes) for dp in (0, 1)]
-    assert all(window >= count for window, count in zip(load["windows"], sessions, strict=True))
 
 
 ONE = {"prefill": (Sizes(),), "decode": Sizes(), "layers": 2, "loads": (Load(1, Tokens(values=(200,))),)}
@@ -435,9 +403,6 @@ def test_ways_of_grouping_layers_are_compared_and_a_threshold_that_none_reaches_
             "--kv-group swa: a latent has 1 head, not 2; leave out heads=2",
         ),
         ({"layer_ms": -1.0}, ConfigError, "--layer-ms -1.0"),
-        ({"requests": (Request(0, 64, prefix_tokens=8),)}, LayoutError, "request 0: .* not page-aligned: 8 % 16 = 8"),
-        ({"requests": (Request(0, 16), Request(0, 16, 32))}, LayoutError, "request 1: a cached prefix of 32 tokens"),
-        ({"requests": (Request(0, 16, decode_dp=4),)}, LayoutError, "request 0: decode dp group 4 of 4"),
         ({"prefix_hit": 1.0}, ConfigError, "--prefix-hit 1.0"),
         ({"rooms": 0}, LayoutError, "--rooms is 0"),
         ({"chunk_tokens": 0}, LayoutError, "--chunk-tokens is 0"),

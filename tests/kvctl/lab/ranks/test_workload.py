@@ -96,16 +96,6 @@ def test_rooms_of_another_instance_take_no_pages():
     assert workload.most_held([5, 7, 9], [(0, 3)], [0, -1, 0], 1) == [15]
 
 
-@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=40), most=st.integers(1, 120))
-def test_requests_are_cut_into_as_many_as_fit(sizes: list[int], most: int):
-    batches = workload.cut_to_fit(sizes, most)
-    assert [index for first, end in batches for index in range(first, end)] == list(range(len(sizes)))
-    for first, end in batches:
-        assert sum(sizes[first:end]) <= most or end - first == 1
-    for (first, end), (after, _) in itertools.pairwise(batches):
-        assert sum(sizes[first:end]) + sizes[after] > most
-
-
 @given(groups=st.integers(1, 4), instances=st.integers(1, 4), dp=st.integers(1, 4))
 def test_every_prefill_instance_s_dp_groups_meet_every_decode_group(groups: int, instances: int, dp: int):
     met = {
@@ -118,8 +108,3 @@ def test_every_prefill_instance_s_dp_groups_meet_every_decode_group(groups: int,
     assert {(instance, group) for instance, _, group in met} == {
         (instance, group) for instance in range(instances) for group in range(dp)
     }
-
-
-def test_turns_of_sessions_never_wait_for_another_session():
-    assert workload.group_windows(2, groups=[0, 1, 0, 0, 1, 0], sessions=[0, 1, 2, 3, 1, 0], decode_dp=2) == [3, 2]
-    assert workload.group_windows(2, groups=[0, 1, 0], sessions=[-1, -1, -1], decode_dp=2) == [2, 2]
