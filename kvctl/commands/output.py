@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -21,7 +18,7 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render.data import comma_separated, json_document, json_lines, projected, tsv, yaml_document
 from kvctl.render.report import Grid, Report, Text
-from kvctl.render.sanitize import printable, printable_lines
+from kvctl.render.sanitize import printable_lines
 from kvctl.render.selection import ExpressionError, Selection, data_columns, select, table_columns
 from kvctl.render.view import Column, Row, View
 
@@ -31,10 +28,9 @@ _HUMAN = frozenset({"table", "wide"})
 _DOCUMENTS = frozenset({"json", "yaml"})
 _NO_MATCH = Text([[("no rows match --filter", "dim")]])
 
-# Control sequences of the alternate screen: without a cursor; too long lines are truncated instead of wrapped.
-_ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
-_LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
-_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+# Control sequences of a drawing, whose lines are truncated instead of wrapped.
+_BEGIN, _CLEAR_LINE, _END = "\x1b[H\x1b[?7l", "\x1b[K", "\x1b[J\x1b[?7h"
+_MESSAGE_LINES = 4  # left free below a drawing
 
 
 class Output:
@@ -46,9 +42,6 @@ class Output:
         self._terminal = to_terminal()
         self.colour = settings.color == "always" or (settings.color == "auto" and _colour_supported())
         self._printed = 0
-        self._screen: Screen | None = None
-        self._messages: list[str] = []  # printed below the next drawing
-        self._last: tuple[str, tuple[str, ...]] = "", ()  # the last drawing and its messages
 
     @property
     def human(self) -> bool:
@@ -175,31 +168,20 @@ class Output:
             if self._printed and self.format in {"tsv", "csv"}:
                 text = text.partition("\n")[2]
             self.write(text)
-        elif self._screen is not None:
-            self._last = f"{title}\n\n{text}", tuple(self._messages)
-            self._messages.clear()
-            shown = [printable(f"kvctl: {message}") for message in self._last[1]]
-            self._screen.draw(printable_lines(self._last[0], styled=self.colour), shown)
+        elif self._terminal and os.environ.get("TERM") not in {None, "", "dumb"}:
+            self._draw(f"{title}\n\n{text}")
         else:
             self.write(f"{title}\n\n{text}\n")
         self._printed += 1
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Lets `redraw` use the terminal's alternate screen; at the end prints the last report on the normal screen."""
-        if not (self.human and self._terminal and os.environ.get("TERM") not in {None, "", "dumb"}):
-            yield
-            return
-        self._screen = Screen(self._put)
-        try:
-            with self._screen.opened():
-                yield
-        finally:
-            self._screen = None
-            text, messages = self._last
-            self.write(text)
-            for message in (*messages, *self._messages):
-                print_error(message)
+    def _draw(self, text: str) -> None:
+        """Draws text from the top of the screen, truncated to its height; what it showed goes into the scrollback."""
+        height = shutil.get_terminal_size().lines
+        lines = printable_lines(text, styled=self.colour).rstrip("\n").split("\n")
+        if (more := len(lines) - max(2, height - _MESSAGE_LINES)) > 0:
+            lines[-more - 1 :] = [f"... {more + 1} more lines: use --filter, or a taller terminal"]
+        begin = _BEGIN if self._printed else "\n" * height + _BEGIN
+        self._put(begin + "".join(f"{line}{_CLEAR_LINE}\n" for line in lines) + _END)
 
     def write(self, text: str) -> None:
         """Writes data with unprintable characters replaced; exits quietly if the reader has closed the pipe."""
@@ -227,11 +209,8 @@ class Output:
             self.error(text)
 
     def error(self, text: str) -> None:
-        """Prints an error on stderr; while `redraw` uses the alternate screen, prints it below the next report."""
-        if self._screen is not None and sys.stderr.isatty():
-            self._messages.append(text)
-        else:
-            print_error(text)
+        """Prints an error on stderr."""
+        print_error(text)
 
 
 def to_terminal() -> bool:
@@ -241,69 +220,3 @@ def to_terminal() -> bool:
 
 def _colour_supported() -> bool:
     return to_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-class Screen:
-    """Alternate screen of a terminal, which leaves the normal screen and its scrollback unchanged.
-
-    Args:
-        write: writes text to stdout unchanged.
-    """
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-        self._drawing = ""
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Allows `draw`, and restores the terminal at the end, also on Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z.
-
-        The first drawing enters the alternate screen. A signal ends the process with exit code 128 + its number.
-        """
-        handlers = {signal.SIGTERM: self._exit, signal.SIGHUP: self._exit, signal.SIGTSTP: self._stop}
-        # Signals that the parent process set to be ignored, as nohup does, stay ignored.
-        installed = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
-        for number in installed:
-            signal.signal(number, handlers[number])
-        try:
-            yield
-        finally:
-            self._leave()
-            for number in installed:
-                signal.signal(number, signal.SIG_DFL)
-
-    def draw(self, text: str, messages: Sequence[str]) -> None:
-        """Draws text from the top of the screen and messages below it; truncates the text to the terminal's height."""
-        lines = text.rstrip("\n").split("\n")
-        height = shutil.get_terminal_size().lines - len(messages)
-        if len(lines) > height:
-            kept = max(height - 1, 0)
-            lines = [*lines[:kept], f"... {len(lines) - kept} more lines: use --filter, or a taller terminal"]
-        entering = "" if self._drawing else _ENTER
-        self._drawing = _HOME + "\n".join(f"{line}{_CLEAR_LINE}" for line in (*lines, *messages)) + _CLEAR_BELOW
-        self._write(entering + self._drawing)
-
-    def _leave(self) -> None:
-        if self._drawing:
-            _write_unbuffered(_LEAVE)
-
-    def _exit(self, number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Restores the normal screen and stops the process; draws again when the process continues."""
-        self._leave()
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, self._stop)
-        if self._drawing:
-            _write_unbuffered(_ENTER + self._drawing)
-
-
-def _write_unbuffered(text: str) -> None:
-    """Writes to the descriptor of stdout, past its buffer, which a signal may have interrupted.
-
-    Ignores errors, since the terminal may no longer exist.
-    """
-    with contextlib.suppress(OSError):
-        os.write(sys.stdout.fileno(), text.encode())

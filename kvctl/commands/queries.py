@@ -69,7 +69,7 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
     """
     output = Output(settings)
     output.selection(view)  # reports a wrong column before the agents are queried
-    with source(settings) as fleet, output.watching() if settings.watch_ns is not None else nullcontext():
+    with source(settings) as fleet:
         while True:
             survey = fleet.survey(calls, clock_rounds)
             with _missing_data_explained(settings):
@@ -78,10 +78,9 @@ def run(settings: Settings, view: View, calls: Sequence[Call], read: Read, clock
                 failed = report.failure and not report.rows and output.human
                 if settings.watch_ns is None and not failed and (report.answered or report.rows or output.document):
                     output.emit(report)
-            code = conclude(output, settings, survey, report)
-            if settings.watch_ns is not None:
-                with _missing_data_explained(settings):
+                elif settings.watch_ns is not None:
                     output.redraw(report, _title(settings, survey))
+            code = conclude(output, settings, survey, report)
             if settings.watch_ns is None or not fleet.advance():
                 raise click.exceptions.Exit(code)
             time.sleep(settings.watch_ns / 1e9)

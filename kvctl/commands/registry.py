@@ -29,7 +29,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "logs": "Known failures in the logs of engines, with their causes.",
         "check": "One line and exit status 0 to 3, for monitoring.",
         "mcp": "Serve the commands that only read to an assistant.",
-        "wait": "Wait until the fleet is ready or drained, or a room is done.",
+        "wait": "Wait until the fleet is ready or drained.",
     },
     "Operate": {
         "drain": "Make agents accept no new rooms; rooms in flight finish.",

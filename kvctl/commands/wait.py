@@ -1,4 +1,4 @@
-"""`kvctl wait`: waits until a fleet is ready or drained, or a room has reached a state."""
+"""`kvctl wait`: waits until a fleet is ready or drained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.faults import FaultCode
 from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.client.room_timeline import join
 from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import live, live_only
@@ -26,17 +25,10 @@ from kvctl.health.answers import not_ready
 from kvctl.health.finding import counted
 from kvctl.health.halted_agents import halt
 from kvctl.render import units
-from kvctl_agent.contract.states import MAX_ROOM, STATE_LABELS, RoomState
 
 _PAUSE_S = 0.25
 _LAST_SURVEY_NS = 200_000_000
 _MAX_NAMED = 5
-_GOALS = ("ready", "drained", "room=")
-_STATES = {label.lower(): label for label in STATE_LABELS}
-
-
-class WaitConditionError(ValueError):
-    """Error for the text of a condition that is not valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +58,6 @@ class WaitCondition(Protocol):
     def progress(self, survey: Survey) -> Progress:
         """Evaluates the condition on the latest survey."""
         ...
-
-
-def parse(text: str, agents: int = 1) -> WaitCondition:
-    """Parses `ready`, `drained` or `room=R:STATE`.
-
-    Args:
-        agents: number of agents that must answer for `ready`.
-
-    Raises:
-        WaitConditionError: the text is none of these conditions.
-    """
-    if text == "ready":
-        return Ready(agents)
-    if text == "drained":
-        return Drained()
-    kind, _, rest = text.partition("=")
-    number, _, state = rest.partition(":")
-    if kind != "room":
-        raise WaitConditionError(f"{text}: wait for ready, drained or room=NUMBER:STATE, as in room=7:Success")
-    if not number.isdecimal() or int(number) > MAX_ROOM:
-        raise WaitConditionError(f"{text}: {number!r} is not a room number, 0 to {MAX_ROOM}")
-    if state.lower() not in _STATES:
-        raise WaitConditionError(f"{text}: {state!r} is not a state of a room: write {', '.join(STATE_LABELS)}")
-    return RoomReached(str(int(number)), _STATES[state.lower()])
 
 
 class Ready:
@@ -157,61 +125,22 @@ class Drained:
         return Progress(f"{counted(len(answered), 'agent')} drained{also}")
 
 
-class RoomReached:
-    """Condition that a room has reached a state on all ranks that know it.
-
-    If its number was reused, the newest room counts.
-    """
-
-    def __init__(self, number: str, state: str) -> None:
-        self._number = number
-        self._state = state
-        self.calls: tuple[Call, ...] = (Call("room", {"room": number}),)
-
-    def progress(self, survey: Survey) -> Progress:
-        details = [detail for _, data in survey.answers("room") for detail in data]
-        survey.drop_unknown_room_faults()
-        rooms = join(details, {agent.name: agent.clock for agent in survey.agents})
-        name = f"room {self._number}"
-        if not rooms:
-            missing = [fault.text for fault in survey.faults]
-            return Progress(missing=missing or [f"{name}: no agent knows it yet"])
-        room = rooms[0]
-        failed = RoomState.FAILED.label
-        passed = failed not in {room.state, self._state} and _order(room.state) > _order(self._state)
-        if room.state == self._state or passed:
-            return Progress(f"{name} is in {room.state}")
-        if room.state == failed:
-            cause = f": {room.failure['rank']}: {room.failure['text']}" if room.failure else ""
-            return Progress(impossible=f"{name} failed{cause}")
-        if self._state == failed and room.state == RoomState.SUCCESS.label:
-            return Progress(impossible=f"{name} has succeeded")
-        behind = ", ".join(f"{rank['agent']} in {rank['state']}" for rank in room.ranks if rank["state"] != self._state)
-        return Progress(missing=[f"{name}: {behind}"])
-
-
 def _running(survey: Survey) -> list[tuple[AgentAnswer, Any]]:
     """Returns the agents that answered `status` and whose process has not ended, each with its answer."""
     return [(agent, data) for agent, data in survey.answers("status") if agent.ended_ns is None]
-
-
-def _order(state: str) -> int:
-    return STATE_LABELS.index(state)
 
 
 @command(
     examples=[
         ("Start a load once eight agents are there and ready", "kvctl wait --for ready --agents 8 && run-load"),
         ("Stop a worker once its rooms are done", "kvctl wait --for drained -e decode-0 --timeout 5m"),
-        ("Wait for one room", "kvctl wait --for room=7:Success"),
     ],
 )
 @click.option(
     "--for",
     "goal",
     required=True,
-    metavar="ready|drained|room=R:STATE",
-    shell_complete=lambda ctx, param, text: [each for each in _GOALS if each.startswith(text)],
+    type=click.Choice(("ready", "drained")),
     help="What to wait for.",
 )
 @click.option(
@@ -231,22 +160,18 @@ def _order(state: str) -> int:
     "is not missed.",
 )
 def wait(settings: Settings, goal: str, patience: str, agents: int) -> None:
-    """Wait until the fleet is ready or drained, or a room is in a state; reads the fleet four times a second.
+    """Wait until the fleet is ready or drained; reads the fleet four times a second.
 
     \b
-    ready            every agent can take a new room, as its page /readyz says: a prefill rank is registered, a decode
-                     rank connected to a prefill instance, or its requests name them; and none is draining
-    drained          every agent is draining and has no active room (with -e, -l: these agents)
-    room=7:Success   room 7 is in that state, or past it, on every rank that knows it
+    ready     every agent can take a new room, as its page /readyz says: a prefill rank is registered, a decode rank
+              connected to a prefill instance, or its requests name them; and none is draining
+    drained   every agent is draining and has no active room (with -e, -l: these agents)
 
     Exit code 0 when the condition holds, 4 when the time is up (stderr names what is missing), 1 when it can no longer
-    be reached, for example because the room has failed.
+    be reached, because an agent takes new rooms.
     """
     live_only(settings)
-    try:
-        condition = parse(goal, agents)
-    except WaitConditionError as error:
-        raise click.UsageError(f"--for {error}") from error
+    condition = Ready(agents) if goal == "ready" else Drained()
     wait_for(settings, condition, goal, Patience("--timeout", patience))
 
 
