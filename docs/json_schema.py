@@ -586,7 +586,7 @@ def _table(declared: list[Field]) -> str:
     return "\n".join(lines)
 
 
-INTRODUCTION = """`-o json` and `-o yaml` print one document per reading; with `-w`, `-o json` prints each on a
+INTRODUCTION = """`-o json` prints one document per reading; with `-w`, `-o json` prints each on a
 line. `-o jsonl` prints the rows of `data`, one on a line, without the document around them. With `--columns`, rows
 have these columns only, under the names that `-o tsv` has in its header.
 

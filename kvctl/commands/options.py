@@ -101,7 +101,7 @@ def global_options() -> list[click.Option]:
             "--output",
             type=click.Choice([*OUTPUTS, PROMETHEUS]),
             metavar="|".join(OUTPUTS),
-            help="Output format. Tables show values with units, and in a pipe untruncated; tsv, csv, json and yaml "
+            help="Output format. Tables show values with units, and in a pipe untruncated; tsv, csv and json "
             "contain numbers in the unit at the end of the name. prom: metrics and check only. [default: table]",
         ),
         _option(

@@ -16,7 +16,7 @@ from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error, silence_stdout, unwritable
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
-from kvctl.render.data import comma_separated, json_document, json_lines, projected, tsv, yaml_document
+from kvctl.render.data import comma_separated, json_document, json_lines, projected, tsv
 from kvctl.render.report import Grid, Report, Text
 from kvctl.render.sanitize import printable_lines
 from kvctl.render.selection import ExpressionError, Selection, data_columns, select, table_columns
@@ -25,7 +25,6 @@ from kvctl.render.view import Column, Row, View
 _PIPE_WIDTH = 120
 _HEADER_EVERY = 20
 _HUMAN = frozenset({"table", "wide"})
-_DOCUMENTS = frozenset({"json", "yaml"})
 _NO_MATCH = Text([[("no rows match --filter", "dim")]])
 
 # Control sequences of a drawing, whose lines are truncated instead of wrapped.
@@ -49,8 +48,8 @@ class Output:
 
     @property
     def document(self) -> bool:
-        """Whether the format (JSON, YAML) contains the errors, and is therefore printed even if there are no rows."""
-        return self.format in _DOCUMENTS
+        """Whether the format (JSON) contains the errors, and is therefore printed even if there are no rows."""
+        return self.format == "json"
 
     @property
     def width(self) -> int | None:
@@ -99,7 +98,7 @@ class Output:
         compact: bool = True,
         header: bool = True,
     ) -> str:
-        """Formats rows for programs: TSV, CSV, JSON, JSON lines or YAML.
+        """Formats rows for programs: TSV, CSV, JSON or JSON lines.
 
         Raises:
             click.UsageError: the format is `prom`, which needs a report with metrics.
@@ -114,10 +113,7 @@ class Output:
         data = objects(rows) if objects is not None else projected(selection.columns, rows)
         if self.format == "jsonl":
             return json_lines(data)
-        now_ns = at_ns or time.time_ns()
-        if self.format == "yaml":
-            return yaml_document(view, data, faults, now_ns)
-        return json_document(view, data, faults, now_ns, indent=not compact)
+        return json_document(view, data, faults, at_ns or time.time_ns(), indent=not compact)
 
     def _tables(self, report: Report, selection: Selection, rows: Sequence[Row]) -> str:
         from kvctl.render.terminal import render

@@ -114,8 +114,8 @@ def show(settings: Settings) -> None:
 def matrix(settings: Settings) -> None:
     """Show for every prefill and decode rank whether they are connected, by which lane, and whether they fit.
 
-    If the two ends of a connection report different states, the worse one is shown. The other formats (tsv, csv, json,
-    yaml) have one row per pair.
+    If the two ends of a connection report different states, the worse one is shown. The other formats (tsv, csv, json)
+    have one row per pair.
     """
 
     def read(survey: Survey) -> Report:

@@ -24,7 +24,7 @@ from kvctl_agent.contract import toml_files
 from kvctl_agent.contract.values import shown
 from kvctl_agent.host.sockets import check_path
 
-OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv", "yaml")
+OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv")
 DEFAULT_OUTPUT = "table"
 PROMETHEUS = "prom"
 COLOURS = ("auto", "always", "never")

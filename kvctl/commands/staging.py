@@ -49,7 +49,7 @@ def show(settings: Settings) -> None:
 def draw_map(settings: Settings) -> None:
     """Draw each decode rank's ring: allocations by state, head, watermark.
 
-    The other formats (tsv, csv, json, yaml) contain the allocations.
+    The other formats (tsv, csv, json) contain the allocations.
     """
     run(settings, ALLOCATIONS, _CALLS, _read_map)
 

@@ -6,14 +6,12 @@ are compared once, in a wide table, the choice of columns at other widths in one
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 import click
 import pytest
-import yaml
 
 from tests.support.cli_commands import commands
 
@@ -73,7 +71,6 @@ SUFFIXES = {
     "json": ".json",
     "jsonl": ".jsonl",
     "csv": ".csv",
-    "yaml": ".yaml",
 }
 # The error bound of a clock, in the table of a room's ranks and in its JSON.
 _MEASURED = re.compile(r" +\d[\d.]* [µm]s$", re.MULTILINE)
@@ -172,9 +169,3 @@ def test_a_pipe_gets_what_a_very_wide_terminal_shows(
     assert "at this width" not in piped
     terminal(400)
     assert piped == printed(name, kvctl(*COMMANDS[name]))
-
-
-@pytest.mark.parametrize("name", IN_EVERY_FORMAT)
-def test_yaml_says_what_json_says(name: str, fleet: Any, context: None, kvctl: Any) -> None:
-    in_yaml, in_json = (printed(name, kvctl(*COMMANDS[name], "-o", output)) for output in ("yaml", "json"))
-    assert yaml.safe_load(in_yaml) == json.loads(in_json)
