@@ -36,7 +36,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 # They read no agent, start copy_threads, write files, or answer requests on stdin.
 NOT_HERE = {
-    *("bench", "demo", "tune", "preflight", "top", "record", "debug"),
+    *("bench", "demo", "tune", "preflight", "top", "record"),
     *("completion", "help", "key", "context", "mcp"),
 }
 

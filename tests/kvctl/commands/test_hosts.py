@@ -132,13 +132,14 @@ def test_check_and_doctor_name_a_silent_host_once(with_mute_host: tuple[str, ...
 
 def test_completion_of_hosts_and_labels(start_hosts: Any, kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start_hosts(3)
-    monkeypatch.setenv("_KVCTL_COMPLETE", "bash")
+    monkeypatch.setenv("_KVCTL_COMPLETE", "bash_complete")
 
-    def completed(line: str) -> list[str]:
-        monkeypatch.setenv("_KVCTL_LINE", line)
-        return [item.split("\t")[1] for item in kvctl().out.splitlines()]
+    def completed(*words: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", " ".join(["kvctl", *words]))
+        monkeypatch.setenv("COMP_CWORD", str(len(words)))
+        return [item.split(",", 1)[1] for item in kvctl().out.splitlines()]
 
-    assert completed("kvctl hosts show ") == ["n1", "n2", "n3"]
-    assert completed("kvctl status -l role=decode,host=n") == [f"role=decode,host=n{host}" for host in (1, 2, 3)]
-    assert completed("kvctl status -l ho") == ["host="]
-    assert completed("kvctl status -l role=") == ["role=prefill", "role=decode"]
+    assert completed("hosts", "show", "") == ["n1", "n2", "n3"]
+    assert completed("status", "-l", "role=decode,host=n") == [f"role=decode,host=n{host}" for host in (1, 2, 3)]
+    assert completed("status", "-l", "ho") == ["host="]
+    assert completed("status", "-l", "role=") == ["role=prefill", "role=decode"]

@@ -94,7 +94,7 @@ def listed(url: str, names: KeyNames = NO_KEYS) -> Found:
 def test_a_context_of_a_registry_is_all_it_takes(remote: Any, keys: Keys, kvctl: Any) -> None:
     assert {each.host for each in listed(url_of(remote), keys.names).endpoints} == {ELSEWHERE}, "not the address"
     more = ("--key", keys.names.own, "--server-key", keys.names.server)
-    assert kvctl("context", "add", "prod", "--bootstrap", url_of(remote).removeprefix("registry://"), *more).code == 0
+    assert kvctl("context", "add", "prod", "-e", url_of(remote), *more).code == 0
     outcome = kvctl("-c", "prod", "agents", "-o", "json", "--timeout", "60s")
     assert outcome.code == 0, outcome.err
     rows = {row["agent"]: row for row in outcome.data}
