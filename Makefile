@@ -111,10 +111,10 @@ soak: $(STAMP)  ## random faults and garbage against live fleets, every byte ver
 	@seed=$(SEED); minutes=$(or $(MINUTES),5); bad=0; \
 	echo "soak: seed $$seed; repeat it with: make soak MINUTES=$$minutes TRANSPORT='$(TRANSPORT)' SEED=$$seed"; \
 	for transport in $(TRANSPORT); do \
-		demo=($(BIN)/python -m tests.support.soak --transport $$transport --prefill-instances tp2,tp1 --decode-dp 2 \
-			--faults random --minutes $$minutes --seed $$seed --evidence soak-evidence -o table); \
-		echo "soak: $${demo[*]}"; \
-		"$${demo[@]}" || bad=1; \
+		soak=($(BIN)/python -m tests.support.soak --transport $$transport --prefill-instances tp2,tp1 --decode-dp 2 \
+			--minutes $$minutes --seed $$seed --evidence soak-evidence); \
+		echo "soak: $${soak[*]}"; \
+		"$${soak[@]}" || bad=1; \
 	done; \
 	exit $$bad
 

@@ -69,8 +69,8 @@ ANSWERS: Mapping[str, Any] = {
     "done": snapshots.ActionResult,
 }
 # Documents of measurements have more fields than these, and some have their rows in a field.
-OPEN = frozenset({"bench", "bench-plan", "bench-servers", "demo", "preflight", "tune"})
-ROWS_IN = {"demo": "ranks", "preflight": "pairs", "tune": "options"}
+OPEN = frozenset({"bench", "bench-plan", "bench-servers", "preflight", "tune"})
+ROWS_IN = {"preflight": "pairs", "tune": "options"}
 
 
 class Clock(TypedDict):
@@ -309,7 +309,7 @@ def schemas() -> dict[str, list[str]]:
         assert command is not None
         for path, view in _printed(command, name):
             found.setdefault(view, []).append(path)
-    others = {"demo": "demo --minutes N", "demo-faults": "demo --list-faults", "key": "key new", "recording": "record"}
+    others = {"demo-faults": "demo --list-faults", "key": "key new", "recording": "record"}
     others |= {"bench": "bench", "bench-plan": "bench --plan", "bench-servers": "bench --engine sglang", "tune": "tune"}
     found |= {name: [path] for name, path in others.items()}
     found |= {"status_watch": ["status -w"]}
@@ -606,7 +606,7 @@ The number at the end of `schema` is the version of its rows. As long as it is t
 - The order of fields in an object is not promised, and that of rows only with `--sort-by`.
 - Texts for people may change: `cause`, `remedy`, `text`, `detail`, `message`, `reason`, `waits_for`, the names in
   `evidence`, and what errors on stderr say. Codes do not: use `code` and [exit codes](commands.md#exit-codes).
-- Of `kvctl bench`, `tune`, `preflight` and `demo`, only the fields below are promised.
+- Of `kvctl bench`, `tune` and `preflight`, only the fields below are promised.
 
 A change that breaks one of these gets the next number, for this schema only, and not in a patch release. The
 [changelog](../CHANGELOG.md) announces it under *Changed*, with the names of the schema and of the fields. `kvctl`

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import math
 import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -21,28 +20,26 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.demo.fault_schedule import Kind, ScheduledFault, draw_schedule
+from kvctl.lab.demo.faults import Kind, ScheduledFault
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet, replaceable
+from kvctl.lab.demo.run import Run
 from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, combined, listed
-from kvctl.lab.demo.soak import Soak
-from kvctl.lab.demo.traffic import SHORT_GAP_S, TrafficOptions
+from kvctl.lab.demo.traffic import TrafficOptions
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, Fault, parse_faults
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.request import Sizes, Tokens, parse_instances, parse_tokens
-from kvctl.render.demo import FAULTS, MOMENTS, RANKS, blocks, totals
+from kvctl.render.demo import FAULTS, MOMENTS
 from kvctl.render.report import Report
 from kvctl_agent.contract.values import near
 
 _COUNT = click.IntRange(min=1)
-_RANDOM_ABORTS = 0.05
 _SHOWN_FAULTS = ("control-loss", "write-error", "abort", "kill", "pause", "replace")
-# Without --minutes, for watching: a fleet that leaves most of the CPU to others, and rooms that last long enough.
+# For watching: a fleet that leaves most of the CPU to others, and rooms that last long enough.
 _CALM_RATE = 6.0
 _CALM_CONCURRENCY = 8
 _CALM_GAP_S = 0.4
 # Time for which a replaced process is resumed before it is ended.
 _REPLACED_RESUMES_S = 5.0
-_CONCURRENCY = 16
 
 
 def _faults(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[Scenario | Fault, ...]:
@@ -68,30 +65,12 @@ def _tokens(text: str) -> Tokens:
     return tokens
 
 
-def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """Creates the directory of --evidence at once: found unwritable later, it would cost the evidence of a run."""
-    if path is not None:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise click.BadParameter(f"cannot make {path}: {error.strerror}", ctx, param) from error
-    return path
-
-
 @command(
     examples=[
         ("A fleet with traffic, until Ctrl-C", "kvctl demo"),
         ("A fleet in which one room hangs", "kvctl demo --fault stuck-room"),
-        ("Two servers of the installed SGLang", "kvctl demo --engine sglang"),
-        ("Ten minutes of random faults, every byte verified", "kvctl demo --faults random --minutes 10"),
+        ("A rank that is killed and comes back", "kvctl demo --fault kill=decode-1@5s+10s"),
     ],
-)
-@click.option(
-    "--engine",
-    type=click.Choice(["synthetic", "sglang"]),
-    default="synthetic",
-    show_default=True,
-    help="sglang: a prefill and a decode server of the installed SGLang with a tiny model; no other option applies.",
 )
 @click.option("--transport", default="nixl", show_default=True, metavar="NAME", help="nixl, mooncake or loopback.")
 @click.option("--prefill-tp", default=2, show_default=True, metavar="N", type=_COUNT, help="Prefill TP ranks.")
@@ -112,15 +91,14 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     help="Tokens of a prompt.",
 )
 @click.option(
-    "--concurrency", metavar="N", type=_COUNT, help="Rooms in flight at all times. [default: 16 with --minutes]"
+    "--concurrency", metavar="N", type=_COUNT, help="Rooms in flight at all times, instead of rooms per second."
 )
 @click.option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="R",
-    help=f"Rooms per second, at random times. [default: {_CALM_RATE:g} in bursts, without --concurrency and --minutes]",
+    help=f"Rooms per second, at random times. [default: {_CALM_RATE:g} in bursts, without --concurrency]",
 )
-@click.option("--bursty", is_flag=True, help="With --rate: most rooms begin close together.")
 @click.option(
     "--ring-mb", type=_COUNT, metavar="N", help="MiB of each decode rank's ring. [default: less than the load needs]"
 )
@@ -136,53 +114,19 @@ def _directory(ctx: click.Context, param: click.Parameter, path: Path | None) ->
     + ". Repeatable.",
 )
 @click.option("--list-faults", is_flag=True, help="List the scenarios and faults with their effects, and end.")
-@click.option(
-    "--faults", type=click.Choice(["random"]), metavar="random", help="All faults at random times; with --minutes."
-)
-@click.option(
-    "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="N",
-    help="End after this time and print a summary.",
-)
-@click.option(
-    "--seed", type=click.IntRange(min=0), metavar="N", help="Repeat the rooms and faults of the run with this seed."
-)
-@click.option(
-    "--evidence",
-    type=click.Path(path_type=Path, file_okay=False, writable=True),
-    metavar="DIR",
-    callback=_directory,
-    help="Directory for files about findings: the room on all ranks, and recordings for --from.",
-)
-@click.option(
-    "--verify/--no-verify",
-    default=True,
-    show_default=True,
-    help="Compare every byte, and check that freed pages are not written.",
-)
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", help="Repeat the rooms of the run with this seed.")
 def demo(settings: Settings, **options: Any) -> None:
     """Run a small fleet with traffic on this machine, verify every byte, and inject faults if wanted.
 
     Prints one line per second; use kvctl status, top, rooms or doctor in a second terminal. A scenario, such as --fault
-    stuck-room, begins after a few seconds and lasts, so that it can be found. With --minutes the fleet runs at full
-    load, is drained at the end, and a summary is printed; the exit code is 0 only if nothing hung, was corrupted,
-    leaked, crashed, or failed without a fault that explains it. Ctrl-C ends the fleet and leaves nothing behind.
+    stuck-room, begins after a few seconds and lasts, so that it can be found. Ctrl-C ends the fleet and leaves nothing
+    behind.
     """
     output = Output(settings)
-    if options["engine"] == "sglang":
-        raise click.exceptions.Exit(_run_sglang(output))
     if options["list_faults"]:
         output.emit(Report(FAULTS, listed(), answered=1))
         return
-    live = options["minutes"] is None
-    output.selection(MOMENTS if live else RANKS)
-    if options["faults"] and live:
-        raise click.UsageError(
-            "--faults random needs --minutes: the schedule of faults is drawn for a run of that length"
-        )
-    if options["bursty"] and options["rate"] is None:
-        raise click.UsageError("--bursty needs --rate: without it the number of rooms in flight is constant")
+    output.selection(MOMENTS)
     scenarios = [fault for fault in options["given"] if isinstance(fault, Scenario)]
     scenario = combined(scenarios) if scenarios else None
     if scenario is not None:
@@ -190,23 +134,6 @@ def demo(settings: Settings, **options: Any) -> None:
     with sigterm_unwinds():
         code = _run(output, _plan(options, scenario), options, scenarios)
     raise click.exceptions.Exit(code)
-
-
-def _run_sglang(output: Output) -> ExitCode:
-    if importlib.util.find_spec("sglang") is None:
-        raise click.UsageError("--engine sglang: SGLang is not installed in this environment; docs/sglang.md")
-    from kvctl.lab.demo.sglang_pair import run_pair
-    from kvctl.lab.demo.sglang_servers import ServerError
-
-    try:
-        with sigterm_unwinds():
-            run_pair(output.note)
-    except ServerError as error:
-        print_error(str(error))
-        return ExitCode.FAILED
-    except KeyboardInterrupt:
-        pass
-    return ExitCode.INTERRUPTED
 
 
 @contextlib.contextmanager
@@ -229,11 +156,6 @@ def _chosen(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
-def _calm(options: dict[str, Any]) -> bool:
-    """Returns whether the fleet is for watching, with light traffic, rather than a run of --minutes at full load."""
-    return options["minutes"] is None
-
-
 def _plan(options: dict[str, Any], scenario: Scenario | None) -> FleetPlan:
     tokens: Tokens = options["tokens"]
     lengths = tokens.values or (tokens.low, tokens.high)
@@ -243,25 +165,20 @@ def _plan(options: dict[str, Any], scenario: Scenario | None) -> FleetPlan:
         decode=Sizes(dp=options["decode_dp"], tp=options["decode_tp"]),
         transport=options["transport"],
         seed=secrets.randbelow(1 << 31) if seed is None else seed,
-        concurrency=options["concurrency"] or (_CALM_CONCURRENCY if _calm(options) else _CONCURRENCY),
+        concurrency=options["concurrency"] or _CALM_CONCURRENCY,
         tokens=(min(lengths), max(lengths)),
         ring_mb=options["ring_mb"] or 0,
-        verify=options["verify"],
-        config=CALM_TIMINGS if _calm(options) else {},
+        config=CALM_TIMINGS,
     )
     return plan if scenario is None else replace(plan, **scenario.plan, config={**plan.config, **scenario.config})
 
 
 def _traffic(options: dict[str, Any], aborts: float) -> TrafficOptions:
-    rate, bursty = options["rate"] or 0.0, options["bursty"]
-    if _calm(options) and not rate and options["concurrency"] is None:
-        rate, bursty = _CALM_RATE, True
-    return TrafficOptions(rate, bursty, aborts, _CALM_GAP_S if _calm(options) else SHORT_GAP_S)
+    calm = options["rate"] is None and options["concurrency"] is None
+    return TrafficOptions(_CALM_RATE if calm else options["rate"] or 0.0, calm, aborts, _CALM_GAP_S)
 
 
 def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scenarios: Sequence[Scenario]) -> ExitCode:
-    minutes = options["minutes"]
-    seconds = None if minutes is None else minutes * 60
     output.note(f"seed {plan.seed}")
     began = time.monotonic()
 
@@ -271,21 +188,20 @@ def _run(output: Output, plan: FleetPlan, options: dict[str, Any], scenarios: Se
 
     try:
         with LiveFleet(plan) as fleet:
-            schedule, everywhere, aborts = _requested_faults(fleet, options, seconds)
+            schedule, everywhere, aborts = _requested_faults(fleet, options)
             fleet.start()
             output.note(f"{', '.join(fleet.ranks)} serve after {time.monotonic() - began:.1f} s; Ctrl-C ends them")
-            soak = Soak(fleet, _traffic(options, aborts), schedule, everywhere, options["evidence"], scenarios, say)
-            return _soak(output, soak, seconds)
+            run = Run(fleet, _traffic(options, aborts), schedule, everywhere, scenarios, say)
+            run.run(math.inf, lambda row: output.stream(MOMENTS, [row]))
     except FleetError as error:
         print_error(str(error))
         return ExitCode.FAILED
     except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        pass
+    return ExitCode.INTERRUPTED
 
 
-def _requested_faults(
-    fleet: LiveFleet, options: dict[str, Any], seconds: float | None
-) -> tuple[list[ScheduledFault], str, float]:
+def _requested_faults(fleet: LiveFleet, options: dict[str, Any]) -> tuple[list[ScheduledFault], str, float]:
     """Reads the requested faults from the options.
 
     Returns:
@@ -309,33 +225,4 @@ def _requested_faults(
         schedule.append(ScheduledFault(fault.at_ns / 1e9, kind, fault.rank, for_s, again_s=again_s))
     aborts = max((fault.share for fault in given if fault.name == "abort"), default=0.0)
     everywhere = ",".join(fault.text for fault in given if fault.kind.level == "agent")
-    if options["faults"] and seconds is not None:
-        ranks = {name: rank.planned for name, rank in fleet.ranks.items()}
-        schedule += draw_schedule(fleet.plan.seed, seconds, ranks)
-        aborts = aborts or _RANDOM_ABORTS
     return schedule, everywhere, aborts
-
-
-def _soak(output: Output, soak: Soak, seconds: float | None) -> ExitCode:
-    def show(row: dict[str, Any]) -> None:
-        if seconds is None or output.human:
-            output.stream(MOMENTS, [row])
-
-    try:
-        soak.run(seconds, show)
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
-    soak.drain()
-    summary = soak.summary()
-    report = Report(
-        RANKS,
-        summary["ranks"],
-        answered=len(summary["ranks"]),
-        objects=lambda kept: [{**summary, "ranks": list(kept)}],
-        blocks=lambda kept, _width: blocks({**summary, "ranks": list(kept)}),
-    )
-    output.emit(report)
-    if not output.human:
-        for line in totals(summary):
-            output.note(line)
-    return ExitCode.OK if soak.sound else ExitCode.FAILED

@@ -119,17 +119,12 @@ class ScriptRunner:
         """Schedules the start of the script after `_BEGIN_S`, when rooms are being transferred."""
         self._steps = script(ScenarioContext(traffic, say, taken))
         self._traffic = traffic
-        self._over = False
         traffic.later(_BEGIN_S, self._step)
         # Every failure of a room from now on is expected.
         traffic.accounting.disturb(Disturbance("scenario", None, time.monotonic_ns()))
 
-    def end(self) -> None:
-        """Stops the script; its next step does not run."""
-        self._over = True
-
     def _step(self) -> None:
-        if not self._over and (wait_s := next(self._steps, None)) is not None:
+        if (wait_s := next(self._steps, None)) is not None:
             self._traffic.later(wait_s, self._step)
 
 

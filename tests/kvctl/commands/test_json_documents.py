@@ -35,10 +35,9 @@ agents -e nobody; logs {log}
 
 
 @pytest.fixture
-def stuck(socket_directory: Path, tmp_path: Path) -> Iterator[None]:
+def stuck(socket_directory: Path) -> Iterator[None]:
     """A fleet in which a room is stuck."""
     command = [sys.executable, "-m", "kvctl", "demo", "--transport", "loopback", "--fault", "stuck-room", "--seed", "7"]
-    command += ["--evidence", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
         try:
             yield

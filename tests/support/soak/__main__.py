@@ -1,4 +1,4 @@
-"""`python -m tests.support.soak ARGS`: runs `kvctl demo ARGS`, and disturbs it.
+"""`python -m tests.support.soak ARGS`: runs `tests.support.soak.run ARGS`, and disturbs it.
 
 It sends random bytes to the sockets of ranks and of their observer, and kills the observer at random moments. Beside
 it, servers are replaced under new names (`replaced_servers`, with the same transport, minutes and seed).
@@ -55,24 +55,24 @@ def socket_directory(pid: int) -> Path | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `kvctl demo`, disturbs its ranks while it runs, and returns its exit status, or that of the replacements."""
-    demo = subprocess.Popen([sys.executable, "-m", "kvctl", "demo", *arguments])
+    """Runs a soak, disturbs its ranks while it runs, and returns its exit status, or that of the replacements."""
+    run = subprocess.Popen([sys.executable, "-m", "tests.support.soak.run", *arguments])
     replaced = subprocess.Popen([sys.executable, "-m", "tests.support.replaced_servers", *arguments])
     seed = arguments[arguments.index("--seed") + 1] if "--seed" in arguments else "0"
     draw, noise = random.Random(f"soak {seed}"), SocketNoise(int(seed))
     next_at = time.monotonic() + _FIRST_S
     try:
-        while demo.poll() is None:
+        while run.poll() is None:
             time.sleep(0.2)
-            if time.monotonic() >= next_at and (pids := children(demo.pid)):
+            if time.monotonic() >= next_at and (pids := children(run.pid)):
                 next_at = time.monotonic() + draw.expovariate(1 / _MEAN_GAP_S)
                 noise.make(draw.choice(pids))
                 disturb_observers(pids, draw)
     except KeyboardInterrupt:
-        pass  # the terminal has sent SIGINT to the demo as well
+        pass  # the terminal has sent SIGINT to the soak as well
     finally:
         noise.close()
-    status = demo.wait()
+    status = run.wait()
     return replaced.wait() or status
 
 
