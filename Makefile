@@ -47,9 +47,6 @@ LIBRARIES_WITHOUT := NIXL does not need them, Mooncake does
 # of namespaces, a resolver and faults between them (tests/network), and what builds an image and its base.
 TEST_TOOLS := zsh fish prometheus iproute2 nftables iputils-ping dnsmasq-base buildah mmdebstrap
 TEST_TOOLS_WITHOUT := Their tests are skipped
-# Of `make figures` alone: takes the picture of a report.
-FIGURE_TOOLS := chromium fonts-dejavu-core
-FIGURE_TOOLS_WITHOUT := There is no picture of the report
 # Of `make test` alone: SGLang's wheel without its dependencies, for tests that drive its disaggregation classes. It is
 # appended to the path of their ranks, so that nothing there takes the place of a package of .venv.
 SGLANG := $(VENV)/sglang
@@ -296,7 +293,6 @@ site: $(STAMP)  ## build the documentation as a site in site/, which fetches not
 	@echo "site: site/index.html; search needs a server: $(BIN)/python -m http.server --directory site 8000"
 
 figures: $(STAMP)  ## measure and record anew what the pages quote, and write it into them: seven minutes (NAMES="bench stuck-room" makes some)
-	$(call install,FIGURE_TOOLS)
 	@$(BIN)/python docs/figures.py $(NAMES)
 	@$(BIN)/python docs/render.py
 

@@ -3,7 +3,6 @@
 - `bench.txt` is what `make bench` printed, and `bench.json` has the results of several runs of it;
 - `NAME.kvrec` is a recording of a fleet of `kvctl demo` in the scene NAME, redacted and without what no page shows.
 
-- `report.png` is the head of a benchmark's report and its section on stages, as Chromium shows them.
 
 `make docs` writes what the current code prints for them into the pages and into pictures of terminals (`TERMINALS`),
 and a test compares. Pages have them as commands in blocks of code with their output, if a command reads a recording
@@ -21,7 +20,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -77,11 +75,7 @@ _BENCH = re.compile(r"(<!-- bench: (\w+) -->).*?(<!-- -->)", re.DOTALL)
 # A room of a recording; its number is another one in the next recording.
 _SHOW = re.compile(r"(\$ kvctl rooms show )\d+( --from (\S+).*)")
 _MEASURE = "kvctl bench --prefill-tp 4 --decode-dp 4"
-_REPORT = "kvctl bench --prefill-tp 2 --decode-dp 2 --rooms 12"
-_REPORT_SIZE = (1100, 640)
-_SECTION = re.compile(r"<section>.*?</section>", re.DOTALL)
 _ANSI = ("dim", "red", "green", "yellow", "blue", "magenta", "cyan", "")  # names of a palette's colours
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Scene(NamedTuple):
@@ -388,28 +382,8 @@ def bench() -> None:
     (FIGURES / "bench.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
-def report() -> None:
-    """Runs a small benchmark and takes a picture of its report.
-
-    Raises:
-        SystemExit: no Chromium is installed, or the benchmark fails.
-    """
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    if browser is None:
-        sys.exit("figures: report needs Chromium: apt-get install chromium")
-    with tempfile.TemporaryDirectory() as directory:
-        page = Path(directory) / "report.html"
-        command = [sys.executable, "-m", *_REPORT.split(), "--html", str(page)]
-        environment = {**os.environ, "KVCTL_SOCKET_DIR": directory}
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
-        page.write_text(_SECTION.sub(lambda each: each[0] if "Where a part" in each[0] else "", page.read_text()))
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={directory}/b"]
-        options += [f"--window-size={','.join(map(str, _REPORT_SIZE))}", f"--screenshot={FIGURES / 'report.png'}"]
-        subprocess.run([browser, *options, page.as_uri()], check=True, stderr=subprocess.DEVNULL, timeout=120)
-
-
 def main() -> None:
-    others = {"bench": bench, "report": report}
+    others = {"bench": bench}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"{', '.join(others)}, {', '.join(SCENES)}; all without one")
     wanted = parser.parse_args().names or [*others, *SCENES]

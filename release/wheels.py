@@ -28,7 +28,7 @@ GLIBC = "2.28"
 ARCHITECTURES = ("x86_64", "aarch64")
 SHARED = ("__init__.py", "errors.py", "py.typed", "contract", "host")
 """What the command line imports of `kvctl_agent`, and `kvctl` therefore contains."""
-DATA = {".py", ".pyi", ".css", ".toml", ".typed"}
+DATA = {".py", ".pyi", ".toml", ".typed"}
 EXTENSION = ".abi3.so"
 
 

@@ -111,7 +111,6 @@ class TestMetadata:
             "sglang",
             "vllm",
             "png",
-            "report",
             "kubernetes",
             "mcp",
             "docs",

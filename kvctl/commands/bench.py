@@ -20,6 +20,7 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
+from kvctl.lab.bench.page import page
 from kvctl.lab.bench.results import Outcome
 from kvctl.lab.bench.session import Session, Steps, measure
 from kvctl.lab.bench.variants import Variant
@@ -61,10 +62,6 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
     output = Output(settings)
-    if options["html"] is not None:
-        from kvctl.lab.bench.html.charts import require  # imported only if a report is written
-
-        require()
     if options["engine"] == "sglang":
         from kvctl.commands.bench_sglang import bench_sglang
 
@@ -171,22 +168,19 @@ class BenchRun:
         rows = self._outcome.rows()
         problems = self._outcome.problems
         if rows:
-            self._write_files()
             terminal = partial(blocks, outcome=self._outcome)
+            self._write_files(terminal(rows))
             self._output.emit(Report(BENCH, rows, answered=1, blocks=lambda kept, _width: terminal(kept)))
         for line in problems:
             print_error(line)
         return ExitCode.FAILED if problems or self._outcome.verified is False else ExitCode.OK
 
-    def _write_files(self) -> None:
+    def _write_files(self, shown: Sequence[Block]) -> None:
         """Writes the results to the files of --save and --html."""
         save, html = self._options["save"], self._options["html"]
         if save is not None:
             save.write_bytes(orjson.dumps(self._outcome.document(), option=orjson.OPT_INDENT_2) + b"\n")
         if html is not None:
-            from kvctl.lab.bench.html.report import render
-
             command = shlex.join(["kvctl", *sys.argv[1:]])
-            page = render(self._outcome.document(), command, self._started_at)
-            html.write_text(page, encoding="utf-8")
+            html.write_text(page(shown, self._outcome.document()["env"], command, self._started_at), encoding="utf-8")
             self._output.note(f"the report is in {html}")

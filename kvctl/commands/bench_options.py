@@ -201,7 +201,7 @@ def _servers() -> list[click.Option]:
 def _result() -> list[click.Option]:
     option = partial(grouped_option, "Result")
     verify = "Compare all received bytes, a sample, or none."
-    html = "Write a report with charts as one self-contained page."
+    html = "Write the tables as a page to read in a browser."
     return [
         option("--verify", None, verify, type=click.Choice(VERIFY_MODES), default="full"),
         option("--plan plan_only", None, "Print what each rank would send to which, and start nothing.", is_flag=True),

@@ -30,6 +30,7 @@ from kvctl.exit_codes import ExitCode
 from kvctl.health.host.view import sglang_problem
 from kvctl.lab.bench.machine import fingerprint, nvidia_gpus
 from kvctl.lab.bench.options import sweep_loads
+from kvctl.lab.bench.page import page
 from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS, ServerBench
 from kvctl.lab.bench.sglang_models import MODEL_SIZES, Model, model_of
@@ -279,9 +280,7 @@ def _report(
     if options["save"] is not None:
         options["save"].write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
     if options["html"] is not None:
-        from kvctl.lab.bench.html.report import render
-
-        page = render(document, shlex.join(["kvctl", *sys.argv[1:]]), started_at)
-        options["html"].write_text(page, encoding="utf-8")
+        command = shlex.join(["kvctl", *sys.argv[1:]])
+        options["html"].write_text(page(blocks(rows, document), document["env"], command, started_at), encoding="utf-8")
         output.note(f"the report is in {options['html']}")
     output.emit(Report(SERVERS, rows, answered=1, blocks=lambda kept, _width: blocks(kept, document)))

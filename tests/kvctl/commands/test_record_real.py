@@ -24,10 +24,10 @@ TRANSFERRED = ("rooms", "history", "-l", "role=decode", "--filter", "parts>0")
 
 
 @pytest.fixture
-def busy(socket_directory: Path, tmp_path: Path) -> Iterator[Path]:
+def busy(socket_directory: Path) -> Iterator[Path]:
     """A fleet of two ranks that has transferred some rooms."""
     command = [sys.executable, "-m", "kvctl", "demo", "--transport", "loopback", "--prefill-tp", "1"]
-    command += ["--decode-dp", "1", "--tokens", "16..64", "--rate", "20", "--evidence", str(tmp_path)]
+    command += ["--decode-dp", "1", "--tokens", "16..64", "--rate", "20"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
         try:
             yield socket_directory

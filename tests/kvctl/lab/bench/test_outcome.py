@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.html.report import render as html
 from kvctl.lab.bench.results import Measured, Outcome, Results
 from kvctl.lab.bench.trials import Case, Trial
 from kvctl.lab.bench.variants import Variant
@@ -214,10 +213,6 @@ class TestBusyEngine:
         reports: Any = {name: {**report, "loop": loop} for name, report in plain.reports.items() if "prefill" in name}
         return replace(plain, reports={**plain.reports, **reports}, idle_loops=[dict.fromkeys(reports, idle)] * 2)
 
-    def page(self, *trials: Trial) -> str:
-        found = outcome(measured(*trials))
-        return html(found.document(), "kvctl bench", "now")
-
     def test_is_compared_with_the_idle_loop(self) -> None:
         (row,) = outcome(measured(self.busy())).rows()
         assert row["engine_slowdown_ratio"] == pytest.approx(0.75)
@@ -228,13 +223,6 @@ class TestBusyEngine:
         assert "engine's loop slowed down by" in text
         assert re.search(r"its longest stall +- +9 ms", text)
         assert re.search(r"engine idle +.*busy prefill", text, re.IGNORECASE)
-
-    @pytest.mark.usefixtures("chart_engine")
-    def test_has_a_section_in_the_report(self) -> None:
-        page = self.page(trial(Case(0, "staged"), 30), self.busy())
-        assert "Beside a busy engine" in page
-        assert "Longest stall of the engine" in page
-        assert "Beside a busy engine" not in self.page(trial(Case(0, "staged")))
 
     def test_a_loop_without_rooms_is_not_busy(self) -> None:
         (row,) = outcome(measured(trial(Case(0, "staged")))).rows()
