@@ -289,10 +289,9 @@ class SnapshotRecorder:
         failed: list[str] = []
         while waiting:
             requests = [
-                (endpoint, Call(command, {"room": room}))
+                (endpoint, Call("room", {"room": room}))
                 for endpoint, rooms in waiting.items()
                 for room in rooms[:_ROOMS_AT_ONCE]
-                for command in ("room", "layers")
             ]
             waiting = {each: rest for each, rooms in waiting.items() if (rest := rooms[_ROOMS_AT_ONCE:])}
             for reply in self._fleet.ask(requests):

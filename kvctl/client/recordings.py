@@ -437,7 +437,7 @@ class RecordingSource:
         command, room = call.command, call.args.get("room")
         stored = agent.find(command, room)
         if stored is None and room is not None:
-            return self._history(agent).finished_room(agent, command, room)
+            return self._history(agent).finished_room(agent, room)
         if stored is None:
             return _missing(agent, call, f"{command} was not asked when this was recorded")
         if stored.fault is not None or not (command == "events" or command in _LISTS):
@@ -471,7 +471,6 @@ class _History:
     def __init__(self) -> None:
         self._events: list[Any] = []
         self._rooms: dict[tuple[str, str], Any] = {}  # by number and nonce
-        self._layers: dict[str, Answer] = {}  # by number
 
     def add(self, agent: RecordedAgent) -> None:
         """Adds the events and finished rooms in an agent's answers; call once per snapshot, in order."""
@@ -483,9 +482,6 @@ class _History:
             elif answer.command == "room" and answer.room is not None:
                 finished = [one for one in answer.data if one["finished_at_ns"] is not None]
                 self._rooms.update(((answer.room, one["nonce"]), one) for one in finished)
-                layers = agent.find("layers", answer.room)
-                if len(finished) == len(answer.data) and layers is not None:
-                    self._layers[answer.room] = layers
 
     def events_page(self, following: int, args: Mapping[str, Any]) -> Any:
         """Returns the answer to `events` that the agent would have given before event number `following`.
@@ -503,25 +499,20 @@ class _History:
         following = chosen[-1]["sequence"] + 1 if chosen else max(since, oldest)
         return {"events": chosen, "next": following, "dropped": following - since - len(chosen)}
 
-    def finished_room(self, agent: RecordedAgent, command: str, room: str) -> Answer:
-        """Returns the answer to `room` or `layers` for a finished room whose details are in an earlier snapshot."""
+    def finished_room(self, agent: RecordedAgent, room: str) -> Answer:
+        """Returns the answer to `room` for a finished room whose details are in an earlier snapshot."""
         data = {answer.command: answer.data for answer in agent.answers if answer.fault is None}
         rows = [row for each in ("rooms", *FINISHED) for row in room_rows(data, each) if row["room"] == room]
         rows = list({row["nonce"]: row for row in rows}.values())
-        call = Call(command, {"room": room})
         if not rows:
             text = f"{agent.endpoint.name} knows no room {room}, active or recent"
-            return _missing(agent, call, text, ErrorCode.UNKNOWN_ROOM)
-        if command == "layers":
-            if all(row["finished_at_ns"] is not None for row in rows) and room in self._layers:
-                return self._layers[room]
-            return _missing(agent, call, f"the layers of room {room} were left out when this was recorded")
+            return _missing(agent, Call("room", {"room": room}), text, ErrorCode.UNKNOWN_ROOM)
         # The row of a room is available even if its timeline was omitted.
         bare = {"timeline": [], "timeline_dropped": 0}
         known = {
             row["nonce"]: self._rooms.get((room, row["nonce"])) for row in rows if row["finished_at_ns"] is not None
         }
-        return Answer(command, room, [known.get(row["nonce"]) or {**row, **bare} for row in rows])
+        return Answer("room", room, [known.get(row["nonce"]) or {**row, **bare} for row in rows])
 
 
 def _narrow(data: Any, args: Mapping[str, Any]) -> Any:

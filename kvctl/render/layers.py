@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvctl.render import units
-from kvctl.render.bars import EXPOSED, HIDDEN, STAGE_GLYPHS, drawn_stages, legend, segments, split
+from kvctl.render.bars import EXPOSED, HIDDEN, STAGE_GLYPHS, legend, segments, split
 from kvctl.render.report import Line, Span
 from kvctl.render.view import Column, Kind, Row, View, Width
 from kvctl_agent.contract.choices import PIPELINED, REASONS
@@ -83,8 +83,7 @@ _ROOMY = 52  # with fewer cells for the bars, only the percentage is printed aft
 def draw_waterfall(rows: Sequence[Row], width: int) -> list[Line]:
     """Draws one bar per row on a common axis, followed by its hidden and exposed share of transfer time.
 
-    The bar shows the actual times of the row's parts or, if the row has none, the median durations of the stages one
-    after another. It begins when the layer group was ready.
+    The bar shows the median durations of the stages one after another. It begins when the layer group was ready.
     """
     shown = _most_used(rows)
     labels = [_label(row, max(8, width // 2)) for row in shown]
@@ -93,10 +92,7 @@ def draw_waterfall(rows: Sequence[Row], width: int) -> list[Line]:
     any_share = any(share is not None for share in shares)
     roomy = width - margin >= _ROOMY
     cells = max(10, width - margin - (_TAIL if roomy else 8) * any_share)
-    times = [_part_times(row) for row in shown]
-    known = [at for parts in times for part in parts for at in part.values()]
-    start = min(known, default=0)
-    bars = [_timed_bars(parts, start) if parts else _stacked_bar(row) for row, parts in zip(shown, times, strict=True)]
+    bars = [_stacked_bar(row) for row in shown]
     end = max((stop for bar in bars for _, stop, _ in bar), default=0.0)
     axis = units.duration(end)
     lines: list[Line] = [[(f"{'':<{margin}}0{axis:>{cells - 1}}", "dim")]]
@@ -139,10 +135,6 @@ def _exposure(share: float | None, roomy: bool) -> list[Span]:
     return [*bar, (f" {units.percent(share):>6}", "green" if share >= 0.5 else "")]
 
 
-def _part_times(row: Row) -> list[dict[str, int]]:
-    return [{stage: at for stage, at in part.items() if at is not None} for part in row.get("moments") or ()]
-
-
 def _stacked_bar(row: Row) -> list[tuple[float, float, Span]]:
     pieces, at = [], float((row["stages"].get("ready") or {}).get("p50_ns") or 0)
     for stage, glyph in STAGE_GLYPHS.items():
@@ -151,10 +143,6 @@ def _stacked_bar(row: Row) -> list[tuple[float, float, Span]]:
             pieces.append((at, at + took, glyph))
             at += took
     return pieces
-
-
-def _timed_bars(parts: Sequence[Mapping[str, Any]], start: int) -> list[tuple[float, float, Span]]:
-    return [piece for part in parts for piece in drawn_stages(part, start)]
 
 
 class PipelineDecisions:

@@ -65,7 +65,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("history", "latest finished rooms", args=(_LIMIT,)),
     Command("failed", "latest failed rooms, stored separately, and how many were dropped", args=(_LIMIT,)),
     Command("staging", "ring, watermark, live allocations, gated parts, staging buffers"),
-    Command("layers", "stage times per layer group", args=(Arg("room", "room", "only this room"),)),
+    Command("layers", "stage times per layer group"),
     Command("peers", "connection, clock, watermark and errors per peer"),
     Command(
         "nics",

@@ -364,7 +364,7 @@ class LayerStage(TypedDict):
 
 
 class LayerRow(TypedDict):
-    """One row of `layers`: stage times of a layer group on one path, over all rooms or for one room."""
+    """One row of `layers`: stage times of a layer group on one path, over all rooms."""
 
     agent: str
     layers: list[int]  # [lo, hi)
@@ -372,7 +372,6 @@ class LayerRow(TypedDict):
     parts: int
     bytes: int
     stages: dict[str, LayerStage]  # duration of each stage, by STAGES name
-    moments: NotRequired[list[dict[str, int | None]]]  # per part, room only: stage -> wall clock ns
     exposed_ns: int | None  # mean transfer time of a part after the end of the forward
     overlapped_ns: int | None  # mean transfer time of a part before the end of the forward
 

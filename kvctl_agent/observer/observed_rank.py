@@ -60,7 +60,6 @@ from kvctl_agent.observer.fold import FoldedRegion
 from kvctl_agent.observer.health import health
 from kvctl_agent.observer.nics import NicQuery
 from kvctl_agent.observer.process_facts import ProcessFacts
-from kvctl_agent.observer.stage_times import room_rows
 from kvctl_agent.observer.tcp_connections import connections_to
 from kvctl_agent.observer.transfer_costs import transfer_costs
 from kvctl_agent.telemetry.clock import since
@@ -274,14 +273,8 @@ class ObservedRank:
                 row["owed_parts"] = grown(diagnosis["owed_parts"], later_ns)
         return found
 
-    def layers(self, room: int | None = None) -> list[LayerRow]:
-        fold = self.catch_up()
-        if room is None:
-            return fold.stages.rows()
-        records = fold.rooms.find(room)
-        if not records:
-            raise self._unknown(room)
-        return room_rows(records, fold.clock, self.name)
+    def layers(self) -> list[LayerRow]:
+        return self.catch_up().stages.rows()
 
     def ended_room(self, room: int) -> ActionResult | None:
         """Returns the result of an action on a room that has ended; None if there is no such room."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from kvctl_agent.contract.snapshots import LayerRow
 from kvctl_agent.contract.states import STAGES
-from kvctl_agent.observer.room_records import FoldedRoom, Part
-from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.observer.room_records import Part
 from kvctl_agent.telemetry.durations import LogHistogram
 
 MAX_GROUPS = 1024
 """Limit of (layer group, path) pairs in `StageTimes`, far above the number that any grouping produces."""
 
 _NO_TIMES = LogHistogram()
-_PartKey = tuple[int | None, int | None, str | None, tuple[int, int]]  # writer, chunk, peer and layers
 
 
 class _Group:
@@ -99,48 +97,3 @@ class StageTimes:
         """Returns one row per (layer group, path), ordered by first layer."""
         groups = self._groups
         return [groups[key].row(self._agent, *key) for key in sorted(groups)]
-
-
-def room_rows(records: list[FoldedRoom], clock: Clock, agent_name: str) -> list[LayerRow]:
-    """Returns the stage times of one room, from the timelines of its records: one row per layer group and path.
-
-    `moments` of a row has, for each part, the wall clock time of each stage, or None if the part has not reached the
-    stage or does not have it. The path of a part is "" until an event contains the path.
-    """
-    times = StageTimes(agent_name)
-    shown: dict[tuple[int, int, str], list[dict[str, int | None]]] = {}  # by layers and path
-    for record in records:
-        parts: dict[_PartKey, dict[str, int]] = {}
-        moved: dict[_PartKey, tuple[str, int]] = {}
-        for event in record.events:
-            if event.layers is None or event.stage not in STAGES:
-                continue
-            key = (event.writer, event.chunk, event.peer, event.layers)
-            parts.setdefault(key, {})[event.stage] = event.at_ns
-            if event.path:
-                moved[key] = (event.path, event.nbytes or moved.get(key, ("", 0))[1])
-        done_ns = _forward_done(record, clock)
-        for key, moments in parts.items():
-            path, nbytes = moved.get(key, ("", 0))
-            writer, chunk, peer, layers = key
-            part = Part((writer or 0, chunk or 0, layers), peer, path, nbytes, moments, done_ns)
-            times.add(part, record.chunks_ready.get(part.key[1]))
-            wall = {stage: clock.wall_ns(moments[stage]) if stage in moments else None for stage in STAGES}
-            shown.setdefault((*layers, path), []).append(wall)
-    rows = times.rows()
-    for row in rows:
-        low, high = row["layers"]
-        row["moments"] = shown[low, high, row["path"]]
-    return rows
-
-
-def _forward_done(record: FoldedRoom, clock: Clock) -> int | None:
-    """Returns the monotonic time at which the forward ended on a prefill rank; None on a decode rank.
-
-    If the engine has not reported the end, returns the end of the room, or the current time while the room is active.
-    """
-    if record.sent is None:
-        return None
-    if record.forward_done_at is not None:
-        return record.forward_done_at
-    return clock.now_ns() if record.finished_at is None else record.finished_at

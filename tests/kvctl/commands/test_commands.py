@@ -252,7 +252,7 @@ def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, cann
         return handle
 
     start("decode-0", {name: noting(name, handler) for name, handler in canned.answers("decode-0").items()})
-    for args in (*READING, ("rooms", "show", canned.ROOM), ("rooms", "--state", "Failed"), ("layers", "--room", "7")):
+    for args in (*READING, ("rooms", "show", canned.ROOM), ("rooms", "--state", "Failed")):
         kvctl(*args)
     kvctl("record", str(tmp_path / "recording"))
     reading = {name for name, command in COMMANDS_BY_NAME.items() if command.level is Level.READ}

@@ -97,7 +97,7 @@ def test_agents_and_rooms_are_the_living_ones(
     found = ask("rooms", "show", "")
     assert set(found) == {canned.ROOM, "5", "6", "7"}
     assert "Failed on " in found["6"]
-    assert list(ask("layers", "--room", "18")) == [canned.ROOM]
+    assert list(ask("rooms", "show", "18")) == [canned.ROOM]
     assert list(ask("-e", "nobody", "rooms", "show", "")) == []
     assert list(ask("drain", "", KVCTL_ENDPOINT=f"ipc://{directory}/decode-1.sock")) == ["decode-1"]
 

@@ -285,19 +285,6 @@ def test_a_request_id_without_agents_is_no_unknown_request(kvctl: Any) -> None:
     assert "no agent found" in outcome.err
 
 
-def test_layers_of_the_room_of_a_request(canned: Any, start: Any, kvctl: Any) -> None:
-    asked: list[Any] = []
-
-    def layers(args: dict[str, Any]) -> Any:
-        asked.append(args["room"])
-        return canned.answers("decode-0")["layers"](args)
-
-    start("decode-0", {**canned.answers("decode-0"), "layers": layers})
-    assert kvctl("layers", "--room", "cmpl-7f3a").code == 0
-    assert [str(room) for room in asked] == [canned.ROOM]
-    assert "no agent knows a room of request chatcmpl-1" in kvctl("layers", "--room", "chatcmpl-1").err
-
-
 def test_tables_have_the_request_id_where_a_rank_knows_it(fleet: Any, kvctl: Any) -> None:
     wide = kvctl("rooms", "-o", "wide", "--columns", "agent,request_id").out.splitlines()
     assert wide[0].split() == ["AGENT", "REQUEST"]

@@ -80,16 +80,6 @@ def test_a_state_of_a_newer_agent_is_shown_as_strange(canned: Any) -> None:
     assert "?" in bar_of(answer)
 
 
-def test_a_waterfall_of_a_room_uses_its_real_moments(canned: Any) -> None:
-    row = canned.layers("prefill-0")[0]
-    moments = {"ready": 1000, "gate": 2000, "queue": None, "gather": 6000, "post": 6000, "wire": 10_000}
-    lines = draw_waterfall([{**row, "moments": [moments]}], 80)
-    axis, bar = text(lines[0]), text(lines[1])
-    assert axis.rstrip().endswith("9 µs")
-    assert abs(bar.count("━") - bar.count("▒")) <= 1
-    assert abs(bar.count("━") - 4 * bar.count("·")) <= 5
-
-
 class TestHiddenAndExposed:
     """Two layer groups: the first completely hidden, the second ready 9 ms later and a quarter hidden."""
 

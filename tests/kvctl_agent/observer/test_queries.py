@@ -151,11 +151,10 @@ class TestPipelined:
         fleet.check()
         return fleet
 
-    @pytest.mark.parametrize("args", [{}, {"room": str(FIRST)}])
-    def test_layers(self, done: Any, connect: Any, args: dict[str, str]) -> None:
-        rows = ask(connect, done.prefill[0], "layers", **args)
+    def test_layers(self, done: Any, connect: Any) -> None:
+        rows = ask(connect, done.prefill[0], "layers")
         assert [row["layers"] for row in rows] == [[0, 2], [2, 4], [4, 6], [6, 8]]
-        assert {row["parts"] for row in rows} == {1 if args else 3}
+        assert {row["parts"] for row in rows} == {3}
         assert all(row["overlapped_ns"] > 0 for row in rows[:-1])
         assert rows[-1]["exposed_ns"] > 0
         ready = [row["stages"]["ready"]["p50_ns"] for row in rows]
@@ -392,9 +391,8 @@ class TestGated:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("cmd", ["room", "layers"])
-    def test_an_unknown_room_is_named(self, fleet: Any, connect: Any, cmd: str) -> None:
-        reply = connect(socket_path("decode-0")).ask(cmd, room="77")
+    def test_an_unknown_room_is_named(self, fleet: Any, connect: Any) -> None:
+        reply = connect(socket_path("decode-0")).ask("room", room="77")
         assert not reply["ok"]
         assert reply["error"]["code"] == "unknown-room"
         assert "decode-0 knows no room 77" in reply["error"]["message"]

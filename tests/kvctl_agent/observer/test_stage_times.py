@@ -8,9 +8,8 @@ import pytest
 
 from kvctl_agent.contract.snapshots import LayerRow
 from kvctl_agent.contract.states import STAGES
-from kvctl_agent.observer.room_records import Part, RoomRecords
-from kvctl_agent.observer.stage_times import MAX_GROUPS, StageTimes, room_rows
-from kvctl_agent.telemetry.clock import Clock
+from kvctl_agent.observer.room_records import Part
+from kvctl_agent.observer.stage_times import MAX_GROUPS, StageTimes
 
 US = 1000
 
@@ -41,7 +40,6 @@ def test_a_writers_stages() -> None:
     )
     assert tuple(row["stages"]) == STAGES
     assert p50(row) == {"gate": near(10 * US), "gather": near(20 * US), "post": near(US), "wire": near(100 * US)}
-    assert "moments" not in row
 
 
 def test_stages_that_were_skipped_cost_nothing_and_their_time_goes_to_the_next() -> None:
@@ -112,32 +110,3 @@ def test_a_runaway_of_groups_is_bounded() -> None:
     for layer in range(MAX_GROUPS + 5):
         add(times, (layer, layer + 1), "bulk", 1, {"ready": 0})
     assert len(times.rows()) == MAX_GROUPS
-
-
-class TestRoom:
-    def test_each_part_with_its_moments(self) -> None:
-        clock = Clock()
-        record = RoomRecords(clock, "prefill-0", "prefill", 1, 100, failed=4).open(7, 1)
-        record.event("open", 1)
-        for chunk, start in ((0, 100 * US), (1, 300 * US)):
-            record.event("ready", start, 0, chunk, (0, 4), "decode-0")
-            record.event("post", start + US, 0, chunk, (0, 4), "decode-0", path="bulk", nbytes=64)
-        record.event("wire", 150 * US, 0, 0, (0, 4), "decode-0")
-        (row,) = room_rows([record], clock, "prefill-0")
-        assert (row["layers"], row["path"], row["parts"], row["bytes"]) == ([0, 4], "bulk", 2, 128)
-        first, second = row["moments"]
-        assert tuple(first) == STAGES
-        assert (first["ready"], first["wire"]) == (clock.wall_ns(100 * US), clock.wall_ns(150 * US))
-        assert second["wire"] is None  # still under way
-
-    def test_decode_ranks_are_different_parts(self) -> None:
-        clock = Clock()
-        rooms = RoomRecords(clock, "prefill-0", "prefill", 1, 100, failed=4)
-        records = [rooms.open(7, nonce) for nonce in (1, 2)]
-        for record in records:
-            record.event("post", 5, 0, 0, (0, 4), "decode", path="bulk", nbytes=64)
-        (row,) = room_rows(records, clock, "prefill-0")
-        assert row["parts"] == 2
-
-    def test_a_room_without_parts(self) -> None:
-        assert room_rows([], Clock(), "prefill-0") == []
