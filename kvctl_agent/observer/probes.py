@@ -67,7 +67,7 @@ def probe_page(name: str, checks: Callable[[], Sequence[Check]], *, patient: boo
         status = HTTPStatus.SERVICE_UNAVAILABLE if failed else HTTPStatus.OK
         return text_answer(status, "".join(f"{line}\n" for line in lines))
 
-    return lambda _: answer
+    return answer
 
 
 def readiness(rank: ObservedRank) -> list[Check]:

@@ -1,8 +1,7 @@
-"""Page `/metrics`: the metrics of the admin command `metrics`, and process metrics, in Prometheus' formats."""
+"""Page `/metrics`: the metrics of the admin command `metrics`, and process metrics, in Prometheus' text format."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from http import HTTPStatus
@@ -19,16 +18,6 @@ if TYPE_CHECKING:
 Families = Callable[[], list[MetricFamily]]
 
 _TOTAL = "_total"
-# A client may name any version, and the library names it in the answer: others than these get plain text.
-_ACCEPTED = (
-    "",
-    "application/openmetrics-text",
-    *(
-        f"{kind}; version=1.0.0; escaping={escaping}"
-        for kind in ("application/openmetrics-text", "text/plain")
-        for escaping in ("allow-utf-8", "underscores", "dots", "values")
-    ),
-)
 _MISSING = f"metrics need prometheus-client: {install('prometheus')}\n"
 
 
@@ -44,22 +33,13 @@ def metrics_page(labels: dict[str, str], families: Families, pid: int | str = "s
         from prometheus_client import CollectorRegistry, ProcessCollector
         from prometheus_client.exposition import choose_encoder
     except ImportError:
-        missing = partial(text_answer, HTTPStatus.NOT_IMPLEMENTED, _MISSING)
-        return lambda _: missing
+        return partial(text_answer, HTTPStatus.NOT_IMPLEMENTED, _MISSING)
+    encode, content_type = choose_encoder("")
     registry = CollectorRegistry(auto_describe=False)
     _register(registry, labels, families)
     if pid:
         ProcessCollector(pid=lambda: pid, registry=registry)
-    scraping = threading.Lock()
-
-    def scrape(encode: Callable[[CollectorRegistry], bytes], content_type: str) -> Answer:
-        with scraping:
-            return Answer(HTTPStatus.OK, encode(registry), content_type)
-
-    encoders = {content_type: encode for encode, content_type in map(choose_encoder, _ACCEPTED)}
-    by_type = {content_type: partial(scrape, encode, content_type) for content_type, encode in encoders.items()}
-    plain = by_type[choose_encoder("")[1]]
-    return lambda accept: by_type.get(choose_encoder(accept)[1], plain)
+    return lambda: Answer(HTTPStatus.OK, encode(registry), content_type)
 
 
 def _register(registry: CollectorRegistry, labels: dict[str, str], families: Families) -> None:

@@ -30,8 +30,8 @@ def metrics() -> Metrics:
     return counted
 
 
-def scrape(metrics: Metrics, accept: str = "text/plain") -> dict[str, Any]:
-    answer = metrics_page(LABELS, metrics.snapshot)(accept)()
+def scrape(metrics: Metrics) -> dict[str, Any]:
+    answer = metrics_page(LABELS, metrics.snapshot)()
     assert answer.status == 200
     assert answer.content_type.startswith("text/plain")
     return {family.name: family for family in text_string_to_metric_families(answer.body.decode())}
@@ -50,12 +50,6 @@ def test_every_declared_metric_is_served_under_its_own_name(metrics: Metrics) ->
             assert values == {f"{metric.name}_count": 1, f"{metric.name}_sum": pytest.approx(0.003)}
         else:
             assert values == {metric.name: 3 if metric.kind == "counter" else 7}
-
-
-def test_openmetrics_is_served_to_those_who_ask_for_it(metrics: Metrics) -> None:
-    answer = metrics_page(LABELS, metrics.snapshot)("application/openmetrics-text")()
-    assert answer.content_type.startswith("application/openmetrics-text")
-    assert answer.body.endswith(b"# EOF\n")
 
 
 def test_no_label_holds_a_room() -> None:
@@ -77,13 +71,6 @@ def test_a_gauge_that_is_not_known_is_left_out() -> None:
 
 def test_without_the_package_the_answer_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    answer = metrics_page(LABELS, Metrics().snapshot)("")()
+    answer = metrics_page(LABELS, Metrics().snapshot)()
     assert answer.status == 501
     assert b"pip install '.[prometheus]'" in answer.body
-
-
-def test_versions_that_clients_make_up_share_the_plain_answer() -> None:
-    page = metrics_page(LABELS, Metrics().snapshot)
-    made_up = {page(f"application/openmetrics-text; version=1.{number}.7") for number in range(1, 100)}
-    assert made_up == {page("")}
-    assert page("application/openmetrics-text; version=1.0.0; escaping=allow-utf-8; q=0.6,text/plain") != page("")
