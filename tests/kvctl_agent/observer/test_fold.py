@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvctl_agent.contract.snapshots import LayerRow, RoomRow
+from kvctl_agent.contract.snapshots import RoomRow
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.observer.stage_times import room_rows
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.telemetry.room_records import RoomRecord
 from tests.support.folded import folded
@@ -31,12 +30,6 @@ def telemetry() -> Telemetry:
 def row_of(telemetry: Telemetry) -> RoomRow:
     (row,) = folded(telemetry).rooms.rows(None, 2)
     return row
-
-
-def both(telemetry: Telemetry) -> tuple[list[LayerRow], list[LayerRow]]:
-    """Stage times of room 7, and of all rooms."""
-    fold = folded(telemetry)
-    return room_rows(fold.rooms.find(7), fold.clock, "me"), fold.stages.rows()
 
 
 def metric(telemetry: Telemetry, name: str) -> Any:
@@ -63,13 +56,8 @@ class TestAPipelinedRoom:
         assert (row["hidden_ns"], row["exposed_ns"]) == (20 * MS, 15 * MS)
         assert row["forward_done_at_ns"] == telemetry.clock.wall_ns(30 * MS)
 
-    @pytest.mark.parametrize("rows", ["aggregated", "of the room"])
-    def test_by_layer_group(self, telemetry: Telemetry, record: RoomRecord, rows: str) -> None:
-        found = (
-            folded(telemetry).stages.rows()
-            if rows == "aggregated"
-            else room_rows(folded(telemetry).rooms.find(7), telemetry.clock, "prefill-0")
-        )
+    def test_by_layer_group(self, telemetry: Telemetry, record: RoomRecord) -> None:
+        found = folded(telemetry).stages.rows()
         assert [(row["layers"], row["exposed_ns"], row["overlapped_ns"]) for row in found] == [
             ([0, 8], 0, 15 * MS),
             ([8, 16], 5 * MS, 10 * MS),
@@ -96,7 +84,7 @@ def test_while_the_forward_runs_all_that_was_sent_is_hidden(telemetry: Telemetry
     sent(telemetry, record, 0, 10, 25, done=None)
     row = row_of(telemetry)
     assert (row["hidden_ns"], row["exposed_ns"], row["forward_done_at_ns"]) == (15 * MS, 0, None)
-    (group,) = room_rows(folded(telemetry).rooms.find(7), telemetry.clock, "prefill-0")
+    (group,) = folded(telemetry).stages.rows()
     assert (group["exposed_ns"], group["overlapped_ns"]) == (0, 15 * MS)
 
 
@@ -112,12 +100,9 @@ def test_a_decode_rank_knows_of_no_forward() -> None:
     telemetry.part(record, (0, 0, (0, 8)), "prefill-0", "staged", 100, {"arrive": MS, "scatter": 3 * MS})
     row = row_of(telemetry)
     assert (row["hidden_ns"], row["exposed_ns"]) == (None, None)
-    for rows in (
-        folded(telemetry).stages.rows(),
-        room_rows(folded(telemetry).rooms.find(7), telemetry.clock, "decode-0"),
-    ):
-        assert (rows[0]["exposed_ns"], rows[0]["overlapped_ns"]) == (None, None)
-        assert rows[0]["stages"]["ready"]["count"] == 0
+    (group,) = folded(telemetry).stages.rows()
+    assert (group["exposed_ns"], group["overlapped_ns"]) == (None, None)
+    assert group["stages"]["ready"]["count"] == 0
 
 
 def test_each_chunk_begins_anew(telemetry: Telemetry) -> None:
