@@ -302,8 +302,8 @@ def cost(settings: Settings, tokens: int) -> None:
     """Predict how long the KV of a prompt takes from each prefill to each decode instance or dp group.
 
     The time counts from the end of the forward, or from the opening of the room if that is later, until decode may
-    start. It is fitted to the latest rooms of each pair; before there are any, it is a rough guess from the calibration
-    of the path chooser. docs/routers.md describes the fields and how a router uses them.
+    start. It is fitted to the latest rooms of each pair; before there are any, there is no prediction.
+    docs/routers.md describes the fields and how a router uses them.
     """
     calls = (Call("status"), Call("cost", {"tokens": tokens}))
 

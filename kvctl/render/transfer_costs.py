@@ -2,7 +2,7 @@
 
 A row combines what the ranks of both groups report. Every prefill rank sees the whole room: from the end of its own
 forward until all decode ranks have all of it. The last forward to end is the one that counts, so the lowest prediction
-is taken; before any room was transferred, the highest, that of the slowest writer.
+is taken.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from kvctl.client.instances import instances
 from kvctl.render import palette
 from kvctl.render.view import Column, Kind, Row, View, Width
-
-ROOMS, CALIBRATION = "rooms", "calibration"
 
 COSTS = View(
     "peers.cost",
@@ -35,10 +33,10 @@ COSTS = View(
         Column("headroom", Kind.BYTES, Width.NORMAL, "Free bytes of the decode rank's ring; the least of the group."),
         Column("rooms", Kind.COUNT, help="Rooms in transfer between the two groups."),
         Column("queued", Kind.BYTES, Width.NORMAL, "Bytes of these rooms that are not sent yet."),
-        Column("basis", help="rooms: the latest transfers; calibration: a rough guess from copies and writes."),
+        Column("basis", help="What the prediction rests on: rooms, the latest transfers."),
         Column("error", Kind.RATIO, Width.NORMAL, "Median deviation of the latest transfers from the fit."),
         Column("reason", Kind.SENTENCE, help="Why there is no prediction, or why not to choose the pair."),
-        Column("path", width=Width.WIDE, help="Path of the latest room; before, as predicted."),
+        Column("path", width=Width.WIDE, help="Path of the latest room."),
         Column("samples", Kind.COUNT, Width.WIDE, "Transfers that the prediction is based on."),
         Column("age", Kind.DURATION, Width.WIDE, "Time since the latest of them."),
         Column("staged", Kind.BYTES, Width.WIDE, "Bytes of the prompt through each decode rank's ring."),
@@ -109,14 +107,14 @@ def _pair(
 ) -> dict[str, Any]:
     writers = {rank.name: rank for rank, _ in rows}
     by_writer = [_slowest([cost for rank, cost in rows if rank.name == name]) for name in writers]
-    fitted = [cost for cost in by_writer if cost["basis"] == ROOMS]
-    best = min(fitted, key=_alone) if fitted else _slowest(by_writer)
+    best = min(by_writer, key=_alone)
     peers = list(dict.fromkeys(cost["peer"] for _, cost in rows))
     readers = [decoders[name] for name in peers if name in decoders]
     rings = [each.cost["ring"] for each in readers if each.cost["ring"] is not None]
     ranks = [*writers.values(), *readers]
     draining = [each.name for each in ranks if not each.cost["accepting"]]
-    reason = best["reason"] or (f"{', '.join(draining)} accepts no new rooms" if draining else None)
+    unusable = next((cost["reason"] for _, cost in rows if cost["state"] != "ready"), None)
+    reason = best["reason"] or unusable or (f"{', '.join(draining)} accepts no new rooms" if draining else None)
     queued = [cost["queued_bytes"] for _, cost in rows]
     nbytes = best["bytes"]
     return {

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from kvctl_agent.admin import machine_views
-from kvctl_agent.admin.transfer_costs import CalibratedCosts
+from kvctl_agent.admin.transfer_costs import peer_costs
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.addresses import host_of, ip_address
 from kvctl_agent.contract.choices import HOST, REASONS
@@ -72,21 +72,16 @@ def builders(parts: AgentParts, integration: Integration | None) -> dict[Documen
         Document.IDENTITY: partial(_identity, parts, integration),
     }
     if parts.role == "prefill":
-        found[Document.COSTS] = CalibratedCosts(parts)
+        found[Document.COSTS] = partial(peer_costs, parts)
     return found
 
 
 def versions(parts: AgentParts) -> dict[Document, Callable[[], object]]:
     """Returns values of the documents that seldom change, for `DocumentPublisher`."""
-    chooser = parts.chooser
     return {
         Document.IDENTITY: lambda: parts.local.incarnation,
         Document.CONFIG: lambda: parts.settings.changes,
-        Document.COSTS: lambda: (
-            time.monotonic_ns() // _COSTS_EVERY_NS,
-            _peer_states(parts),
-            chooser.model,
-        ),
+        Document.COSTS: lambda: (time.monotonic_ns() // _COSTS_EVERY_NS, _peer_states(parts)),
     }
 
 

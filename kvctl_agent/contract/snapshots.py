@@ -507,12 +507,12 @@ class TransferCost(TypedDict):
     queued_bytes: int | None  # of these rooms, not sent by this rank yet
     bytes: int | None  # of the prompt, by all ranks of the prefill instance to all of the decode dp group
     bytes_per_token: float | None
-    path: str | None  # of the latest room; before, as predicted
+    path: str | None  # of the latest room
     fixed_ns: int | None
     bytes_per_s: int | None  # of one prompt, beyond the fixed time
     alone_ns: int | None  # while no other room is in transfer from this rank
     predicted_ns: int | None  # now
-    basis: str | None  # "rooms": fitted to the latest ones; "calibration": of copies and writes, a rough guess
+    basis: str | None  # "rooms": fitted to the latest ones
     samples: int  # rooms that the fit is based on
     age_ns: int | None  # since the end of the latest of them
     error_ratio: float | None  # their median relative deviation from the fit

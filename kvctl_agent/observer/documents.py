@@ -130,16 +130,8 @@ class Diagnosis(TypedDict):
     owed_parts: list[OwedParts]
 
 
-class CalibratedCost(TypedDict):
-    """Calibrated cost of a transfer, apart from its size and for each page; `path` is that of its last part."""
-
-    fixed_ns: float
-    ns_per_page: float
-    path: str
-
-
 class PeerCost(TypedDict):
-    """Sizes and calibrated costs of transfers from a prefill rank to one decode rank."""
+    """Sizes of transfers from a prefill rank to one decode rank."""
 
     peer: str
     incarnation: str | None
@@ -149,7 +141,6 @@ class PeerCost(TypedDict):
     page_tokens: int  # tokens of a transfer page; 0: unknown
     page_bytes: int | None  # bytes of a page from the prefill instance to the decode rank's dp group; None: no plan
     own_page_bytes: int  # those of this rank, in a room for which it is elected
-    calibrated: CalibratedCost | None  # None: unknown
 
 
 class Stack(AnyDocument, frozen=True):

@@ -1,7 +1,7 @@
 """Predicts for the admin command `cost` how long the transfer of a prompt takes, from a prefill rank to its peers.
 
-The prediction is that of the latest rooms (`observer.transfer_times`), which include everything that rooms wait for.
-Before any room was transferred, it is that of the document `COSTS`. Routers ask often: nothing here costs the agent.
+The prediction is that of the latest rooms (`observer.transfer_times`), which include everything that rooms wait for;
+the document `COSTS` has the peers and the sizes. Routers ask often: nothing here costs the agent.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from kvctl_agent.observer.documents import PeerCost
 from kvctl_agent.observer.fold import Fold
 from kvctl_agent.observer.room_records import FoldedRoom
 from kvctl_agent.observer.transfer_times import TransferFit
-
-_FEWEST_ROOMS = 4  # from which on the rooms count more than the calibration
 
 _Rooms = Sequence[tuple[FoldedRoom, int]]  # in transfer, with their tokens
 
@@ -62,20 +60,14 @@ def _row(
     }
     if peer["reason"] is not None:
         return row
-    calibrated = peer["calibrated"] if per_token and (fit is None or fit.rooms < _FEWEST_ROOMS) else None
-    if calibrated is not None:
-        row |= {"basis": "calibration", "path": row["path"] or calibrated["path"]}
-        fixed_ns, ns_per_token = calibrated["fixed_ns"], calibrated["ns_per_page"] / peer["page_tokens"]
-        alone_ns = fixed_ns + pages * calibrated["ns_per_page"]
-    elif fit is not None:
-        row["basis"] = "rooms"
-        fixed_ns, ns_per_token, alone_ns = fit.fixed_ns, fit.ns_per_token, fit.alone_ns(tokens)
-    else:
-        row["reason"] = "no room was transferred to it yet, and its connection is not measured: kvctl peers probe"
+    if fit is None:
+        row["reason"] = "no room was transferred to it yet"
         return row
-    row |= {"fixed_ns": round(fixed_ns), "alone_ns": round(alone_ns), "predicted_ns": round(alone_ns) + ahead_ns}
-    if ns_per_token and per_token:
-        row["bytes_per_s"] = round(per_token / ns_per_token * 1e9)
+    alone_ns = round(fit.alone_ns(tokens))
+    row |= {"fixed_ns": round(fit.fixed_ns), "alone_ns": alone_ns, "predicted_ns": alone_ns + ahead_ns}
+    row["basis"] = "rooms"
+    if fit.ns_per_token and per_token:
+        row["bytes_per_s"] = round(per_token / fit.ns_per_token * 1e9)
     return row
 
 

@@ -344,7 +344,7 @@ def bootstrap(name: str) -> list[dict[str, Any]]:
 
 
 def cost(name: str, tokens: int) -> dict[str, Any]:
-    """Prefill rank 0 has fitted its rooms to decode-0; the other connections are calibrated or suspect."""
+    """Rooms to decode-0 are slower than those to decode-1, and one connection is suspect."""
     number, decode = int(name[-1]), role_of(name) == "decode"
     rank = status(name)["rank"]
     rows = []
@@ -367,10 +367,10 @@ def cost(name: str, tokens: int) -> dict[str, Any]:
                 "bytes_per_s": (204_800_000 if fitted else 102_400_000) if usable else None,
                 "alone_ns": alone + number * MS if usable else None,
                 "predicted_ns": alone + (3 + number) * MS if usable else None,
-                "basis": ("rooms" if fitted else "calibration") if usable else None,
-                "samples": 64 if fitted else 0,
-                "age_ns": 2 * S if fitted else None,
-                "error_ratio": 0.08 if fitted else None,
+                "basis": "rooms" if usable else None,
+                "samples": 64 if fitted else 9,
+                "age_ns": 2 * S,
+                "error_ratio": 0.08,
                 "reason": None if usable else f"{peer} is suspect",
             }
         )

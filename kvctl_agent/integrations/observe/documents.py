@@ -69,7 +69,6 @@ def _unpredicted(engine: str, peers: Iterable[PeerRow]) -> Iterator[PeerCost]:
             "page_tokens": 0,
             "page_bytes": None,
             "own_page_bytes": 0,
-            "calibrated": None,
         }
 
 

@@ -60,19 +60,6 @@ def test_the_last_writer_to_end_its_forward_and_the_slowest_reader_count() -> No
     assert row["reason"] is None
 
 
-def test_a_calibration_is_that_of_the_slowest_writer_and_yields_to_rooms() -> None:
-    guesses = [
-        rank("prefill-0", 0, tp=2, costs=[cost("decode-0", 2, basis="calibration")]),
-        rank("prefill-1", 1, tp=2, costs=[cost("decode-0", 3, basis="calibration")]),
-        rank("decode-0"),
-    ]
-    (row,) = cost_rows(guesses, 100)
-    assert (row["alone_ns"], row["basis"]) == (3 * MS, "calibration")
-    fitted = rank("prefill-1", 1, tp=2, costs=[cost("decode-0", 7)])
-    (row,) = cost_rows([guesses[0], fitted, guesses[2]], 100)
-    assert (row["alone_ns"], row["basis"]) == (7 * MS, "rooms")
-
-
 def test_dp_groups_are_rows_of_their_own() -> None:
     ranks = [
         rank("prefill-0", costs=[cost("decode-0", 1), cost("decode-1", 2)]),

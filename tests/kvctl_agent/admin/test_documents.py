@@ -58,8 +58,11 @@ def fleet(make_fleet: Any) -> Any:
     """A fleet with an active room, of which no part is sent yet."""
     fleet = make_fleet("loopback", prefill=(1, 1), decode=(1, 1)).start()
     fleet.room_in_progress = fleet.claim(fleet.receive(fleet.room(7, 8)))
-    (prefill,), (decode,) = fleet.prefill, fleet.decode
-    until(lambda: decode.machine.rooms[7].transfers and prefill.machine.rooms[7].transfers, "the room is open on both")
+    agents = [*fleet.prefill, *fleet.decode]
+    until(
+        lambda: all(7 in agent.machine.rooms and agent.machine.rooms[7].transfers for agent in agents),
+        "the room is open on both",
+    )
     return fleet
 
 
@@ -77,7 +80,7 @@ def test_what_is_published_is_what_is_built(fleet: Any, role: str) -> None:
     live = RegionDocuments(MemoryReader(agent.telemetry.region), builders=builders(agent.parts, None))
     for document, kind in (KINDS | OF_ROLE[role]).items():
         published, built = documents.read(document, kind), live.read(document, kind)
-        assert published != kind() or kind is Rows[GatedPart], f"{document.name} is unknown"
+        assert published != kind() or kind == Rows[GatedPart], f"{document.name} is unknown"
         names = [name for name in published.__struct_fields__ if name != "process"]
         assert [settled(getattr(published, name)) for name in names] == [
             settled(getattr(built, name)) for name in names

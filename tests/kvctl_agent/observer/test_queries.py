@@ -297,22 +297,17 @@ class TestNumbersAddUp:
             assert (row["rooms"], row["errors_total"], row["differences"]) == (0, 0, [])
 
 
-class TestCostsBeforeAnyRoom:
-    def test_calibration_predicts_before_rooms_do(self, make_fleet: Any, model: Any, connect: Any) -> None:
-        fleet = make_fleet("nixl", model=model(heads=4, page_size=8, pages=600), path="auto", staging="auto").start()
-        deadline = time.monotonic() + 60
-        while (row := ask(connect, fleet.prefill[0], "cost", tokens=800)["costs"][0])["basis"] is None:
-            assert time.monotonic() < deadline, "the costs were not calibrated"
-            time.sleep(0.05)
-        assert row["basis"] == "calibration"
-        assert row["path"] in {"bulk", "slice", "staged"}
-        assert 0 < row["alone_ns"] == row["predicted_ns"] < 10**9
-        assert row["reason"] is None
-        for number in range(4):
-            fleet.run(FIRST + number, 16)
-        fleet.settle()
-        (row,) = ask(connect, fleet.prefill[0], "cost", tokens=800)["costs"]
-        assert (row["basis"], row["samples"]) == ("rooms", 4)
+def test_rooms_predict_the_next(make_fleet: Any, model: Any, connect: Any) -> None:
+    fleet = make_fleet("nixl", model=model(heads=4, page_size=8, pages=600), path="auto", staging="auto").start()
+    (row,) = ask(connect, fleet.prefill[0], "cost", tokens=800)["costs"]
+    assert (row["predicted_ns"], row["reason"]) == (None, "no room was transferred to it yet")
+    for number in range(4):
+        fleet.run(FIRST + number, 16)
+    fleet.settle()
+    (row,) = ask(connect, fleet.prefill[0], "cost", tokens=800)["costs"]
+    assert (row["basis"], row["samples"], row["reason"]) == ("rooms", 4, None)
+    assert row["path"] in {"bulk", "slice", "staged"}
+    assert 0 < row["alone_ns"] == row["predicted_ns"] < 10**9
 
 
 class TestGated:

@@ -1,4 +1,4 @@
-"""Predictions of `cost`: from the latest rooms, or from the costs of a chunk that the agent publishes."""
+"""Predictions of `cost`, from the latest rooms."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from kvctl_agent.observer.documents import PeerCost
 from kvctl_agent.observer.transfer_costs import transfer_costs
+from kvctl_agent.observer.transfer_times import Ahead, TransferFit
 
 MS = 1_000_000
 
@@ -23,19 +24,21 @@ def peer(name: str, **given: Any) -> PeerCost:
         "page_tokens": 16,
         "page_bytes": 1000,
         "own_page_bytes": 500,
-        "calibrated": {"path": "staged", "fixed_ns": 2.0 * MS, "ns_per_page": 1.0 * MS},
     }
     return {**row, **given}  # type: ignore[typeddict-item]
 
 
-def fold(records: list[Any], tokens: dict[int, int]) -> Any:
+FIT = TransferFit(2 * MS, MS / 16, 1.0, 0.1, 9, 0, "staged")
+
+
+def fold(records: list[Any], tokens: dict[int, int], fit: TransferFit | None = FIT) -> Any:
     listed: list[None] = []
 
     def active() -> list[Any]:
         listed.append(None)
         return records
 
-    transfers = Namespace(in_transfer=lambda: tokens, fit=lambda name, now_ns: None)
+    transfers = Namespace(in_transfer=lambda: tokens, fit=lambda name, now_ns: fit, ahead=lambda now_ns: Ahead())
     return Namespace(transfers=transfers, rooms=Namespace(active=active), listed=listed)
 
 
@@ -52,15 +55,14 @@ def test_rooms_are_listed_once_for_all_peers() -> None:
     assert len(known.listed) == 1
 
 
-@pytest.mark.parametrize(("tokens", "alone_ms"), [(16, 3), (17, 4), (128, 10)])
-def test_a_prompt_costs_a_fixed_time_and_that_of_its_pages(tokens: int, alone_ms: int) -> None:
+@pytest.mark.parametrize(("tokens", "alone_ms", "pages"), [(16, 3, 1), (24, 3.5, 2), (128, 10, 8)])
+def test_a_prompt_costs_a_fixed_time_and_that_of_its_tokens(tokens: int, alone_ms: float, pages: int) -> None:
     _, (row,) = transfer_costs("prefill-0", [peer("decode-0")], fold([], {}), tokens, 1)
-    pages = -(-tokens // 16)
     assert (row["alone_ns"], row["predicted_ns"]) == (alone_ms * MS, alone_ms * MS)
     assert (row["bytes"], row["bytes_per_token"], row["basis"], row["path"]) == (
         pages * 1000,
         1000 / 16,
-        "calibration",
+        "rooms",
         "staged",
     )
     assert (row["fixed_ns"], row["bytes_per_s"]) == (2 * MS, 1000 * 1000)
@@ -75,14 +77,13 @@ def test_bytes_of_rooms_count_as_far_as_they_are_not_sent() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"calibrated": None}, "no room was transferred to it yet"),
-        ({"page_bytes": None}, "no room was transferred to it yet"),
+        ({}, "no room was transferred to it yet"),
         ({"reason": "decode-0 is lost", "state": "lost"}, "decode-0 is lost"),
-        ({"page_tokens": 0, "page_bytes": None, "calibrated": None}, "no room was transferred to it yet"),
+        ({"page_tokens": 0, "page_bytes": None}, "no room was transferred to it yet"),
     ],
-    ids=["not measured", "no plan", "lost", "not connected yet"],
+    ids=["no room", "lost", "not connected yet"],
 )
 def test_without_costs_there_is_a_reason(given: dict[str, Any], reason: str) -> None:
-    _, (row,) = transfer_costs("prefill-0", [peer("decode-0", **given)], fold([], {}), 100, 1)
+    _, (row,) = transfer_costs("prefill-0", [peer("decode-0", **given)], fold([], {}, None), 100, 1)
     assert (row["alone_ns"], row["predicted_ns"]) == (None, None)
     assert reason in (row["reason"] or "")
