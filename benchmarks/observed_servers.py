@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.observers import Watch, look, looks
+from kvctl.lab.bench.sglang_checkpoint import Llama, write_checkpoint
 from kvctl.lab.bench.sglang_models import model_of
 from kvctl.lab.bench.sglang_pairs import Pair, ServerPlan, Side, parse_sides
+from kvctl.lab.bench.sglang_servers import ServerError, wait_ready
 from kvctl.lab.bench.statistics import percentile
-from kvctl.lab.demo.sglang_checkpoint import Llama, write_checkpoint
-from kvctl.lab.demo.sglang_servers import ServerError, wait_ready
 
 AGENTS = 2
 NOTICED_S = 10.0

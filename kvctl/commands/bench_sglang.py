@@ -35,10 +35,10 @@ from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS, ServerBench
 from kvctl.lab.bench.sglang_models import MODEL_SIZES, Model, model_of
 from kvctl.lab.bench.sglang_pairs import SIDES, UNDIVIDED, Pair, ServerPlan, Side, parse_sides
+from kvctl.lab.bench.sglang_servers import CPU_ENVIRONMENT
 from kvctl.lab.bench.sglang_views import SERVERS, blocks
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.bench.variants import size
-from kvctl.lab.demo.sglang_servers import CPU_ENVIRONMENT
 from kvctl.lab.ranks.messages import Gpu
 from kvctl.lab.ranks.request import Load, Sizes
 from kvctl.render.report import Report
@@ -234,7 +234,7 @@ def bench_sglang(output: Output, settings: Settings, options: Mapping[str, Any],
 def _bench(request: ServerRequest, folder: Path, steps: Steps) -> ServerBench:
     plan = request.plan
     if request.model.llama is not None:
-        from kvctl.lab.demo.sglang_checkpoint import Llama, write_checkpoint  # imports torch
+        from kvctl.lab.bench.sglang_checkpoint import Llama, write_checkpoint  # imports torch
 
         steps.step("writing a model with random weights")
         write_checkpoint(folder / "model", shape=Llama(**request.model.llama))

@@ -19,20 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvctl.lab.demo.sglang_checkpoint import CONFIG, HEAD_DIM, LAYERS, write_checkpoint
-from kvctl.lab.demo.sglang_servers import (
-    COMMON_FLAGS,
-    CPU_ENVIRONMENT,
-    CPU_FLAGS,
-    Fleet,
-    Prefill,
-    Process,
-    Tokens,
-    generation,
-    post,
-)
+from kvctl.lab.bench.sglang_checkpoint import CONFIG, HEAD_DIM, LAYERS, write_checkpoint
+from kvctl.lab.bench.sglang_servers import CPU_ENVIRONMENT, CPU_FLAGS, Process, Tokens, generation
 from kvctl.lab.tcp_ports import free_port
 from tests.support.observers import end_observer
+from tests.support.sglang_fleet import COMMON_FLAGS, Fleet, Prefill, post
 from tests.support.trace_receiver import Receiver, receiving
 
 # What SGLang gets as --disaggregation-transfer-backend and as KVCTL_SGLANG.

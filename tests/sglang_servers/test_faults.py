@@ -11,10 +11,11 @@ from http.client import HTTPConnection
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import HOST, Prefill, Process, ServerError, Tokens, request, together, wait_ready
+from kvctl.lab.bench.sglang_servers import HOST, Process, ServerError, Tokens, together, wait_ready
 from tests.sglang_servers.conftest import Servers, Undivided
 from tests.sglang_servers.test_kvctl import kvctl
 from tests.sglang_servers.test_tokens import prompt
+from tests.support.sglang_fleet import Prefill, request
 
 # Requests that a dead server leaves behind end within this time, with an error.
 LEFT_BEHIND_S = 90.0

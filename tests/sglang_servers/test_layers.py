@@ -11,10 +11,11 @@ from functools import partial
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import Prefill, Process, ServerError, Tokens, request, together
+from kvctl.lab.bench.sglang_servers import Process, ServerError, Tokens, together
 from tests.sglang_servers.conftest import CHUNK_TOKENS, Servers, Undivided
 from tests.sglang_servers.test_kvctl import rows
 from tests.sglang_servers.test_tokens import prompt
+from tests.support.sglang_fleet import Prefill, request
 
 # Several chunks, pages that are not full, and the ends of both.
 LENGTHS = (1, 16, 17, 64, 65, 100, 333)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import Answer, Prefill, Process, ServerError, post, together
+from kvctl.lab.bench.sglang_servers import Process, ServerError, together
 from tests.sglang_servers.conftest import GPUS, SWITCH_PORT, Servers, Undivided
 from tests.sglang_servers.test_kvctl import rows
 from tests.sglang_servers.test_tokens import LENGTHS, prompt
+from tests.support.sglang_fleet import Answer, Prefill, post
 
 OPTIMISTIC = "optimistic-tp1"
 pytestmark = pytest.mark.modes(

@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 
-from kvctl.lab.demo.sglang_checkpoint import VOCABULARY
-from kvctl.lab.demo.sglang_servers import Tokens, generation, post, together
+from kvctl.lab.bench.sglang_checkpoint import VOCABULARY
+from kvctl.lab.bench.sglang_servers import Tokens, generation, together
 from tests.sglang_servers.conftest import CHUNK_TOKENS, Servers, Undivided
+from tests.support.sglang_fleet import post
 
 # Around the page size of 16, and several chunks.
 LENGTHS = (1, 15, 16, 17, 64, 100, 333)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import Process, wait_ready
+from kvctl.lab.bench.sglang_servers import Process, wait_ready
 from tests.sglang_servers.conftest import Servers, Undivided
 from tests.sglang_servers.test_faults import LEFT_BEHIND_S, Load, answered_after
 from tests.sglang_servers.test_tokens import prompt

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import CPU_FLAGS, HOST, Fleet, Prefill, Process, Tokens, free_port, post, wait_ready
+from kvctl.lab.bench.sglang_servers import CPU_FLAGS, HOST, Process, Tokens, free_port, wait_ready
 from tests.sglang_servers.conftest import ENVIRONMENT as SGLANG
+from tests.support.sglang_fleet import Fleet, Prefill, post
 from tests.vllm_engines.checkpoints import VOCABULARY, write_model
 from tests.vllm_engines.conftest import ENVIRONMENT as VLLM
 from tests.vllm_engines.processes import CONNECTOR

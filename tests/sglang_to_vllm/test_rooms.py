@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import CPU_FLAGS, Fleet, Tokens, generation, post, together
+from kvctl.lab.bench.sglang_servers import CPU_FLAGS, Tokens, generation, together
 from tests.sglang_servers.conftest import ENVIRONMENT
 from tests.sglang_to_vllm.conftest import UNCLAIMED_S, Servers, prompt_of, restart
+from tests.support.sglang_fleet import Fleet, post
 
 # Around pages of 16 tokens, blocks of 32 and chunks of 64.
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 500, 1200)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvctl.lab.demo.sglang_checkpoint import CONFIG, VOCABULARY, write_checkpoint
+from kvctl.lab.bench.sglang_checkpoint import CONFIG, VOCABULARY, write_checkpoint
 
 __all__ = ["VOCABULARY", "write_model"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Fleet, room_rows
-from kvctl.lab.demo.sglang_servers import HOST
+from kvctl.lab.bench.sglang_servers import HOST
 from kvctl.lab.tcp_ports import free_port
 from kvctl_agent import room_number
 from tests.vllm_engines.checkpoints import VOCABULARY, write_model

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.sglang_servers import HOST, Process, ServerError, post, together, wait_ready
+from kvctl.lab.bench.sglang_servers import HOST, Process, ServerError, together, wait_ready
 from kvctl.lab.tcp_ports import free_port
+from tests.support.sglang_fleet import post
 from tests.vllm_engines.checkpoints import write_model
 from tests.vllm_engines.conftest import ENVIRONMENT, prompt_of
 from tests.vllm_engines.processes import Params, Tokens

@@ -13,9 +13,9 @@ from typing import Any
 
 from kvctl.lab.bench.rows import delta_of
 from kvctl.lab.bench.sglang_pairs import UNDIVIDED, Generated, Pair
+from kvctl.lab.bench.sglang_servers import ServerError, Tokens, together, wait_ready
 from kvctl.lab.bench.statistics import median, summary_ms
 from kvctl.lab.bench.variants import sizes_text
-from kvctl.lab.demo.sglang_servers import ServerError, Tokens, together, wait_ready
 from kvctl.lab.ranks.request import Load
 
 SCHEMA = "kvctl.bench-servers/1"

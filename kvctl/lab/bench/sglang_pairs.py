@@ -18,7 +18,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from kvctl.lab.demo.sglang_servers import (
+from kvctl.lab.bench.sglang_servers import (
     CPU_ENVIRONMENT,
     CPU_FLAGS,
     HOST,
@@ -168,7 +168,7 @@ class Pair:
         environment = {**cpu, "SGLANG_DISAGG_STAGING_BUFFER": "0", **plan.environment, **side.environment}
         self.side = side
         self.plan = plan
-        self.fleet = Fleet(python, Path(plan.model), folder, (), environment, common=plan.common_flags)
+        self.fleet = Fleet(python, Path(plan.model), folder, plan.common_flags, environment)
         prefill = role_flags(plan.prefill, plan.prefill_gpus)
         self.prefill: Prefill | None = None
         if not side.backend:

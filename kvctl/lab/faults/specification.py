@@ -69,16 +69,12 @@ class FaultKind:
         return "process" if self.unit == "rank" else "room" if self.name == "abort" else "agent"
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        """Bounds in nanoseconds; of the value for units "time" and "jump", of the duration for unit "rank"."""
-        return _BOUNDS[self.unit]
-
-    @property
     def example(self) -> str:
         """A valid spec of this kind, for help and error messages."""
         return f"{self.name}={_EXAMPLES.get(self.name) or _EXAMPLES[self.unit]}"
 
 
+# In nanoseconds; of the value for units "time" and "jump", of the duration for unit "rank".
 _BOUNDS = {
     "time": (_NS["us"], _NS["h"]),
     "jump": (-3650 * _DAY_NS, 3650 * _DAY_NS),
@@ -158,6 +154,7 @@ class Fault:
     """A fault parsed from a spec; which fields are set depends on the unit of its kind.
 
     Attributes:
+        text: the spec.
         share: probability from 0 to 1, for unit "share".
         ns: value in nanoseconds, for units "time" and "jump".
         messages: names of message types, for unit "messages".
@@ -167,6 +164,7 @@ class Fault:
     """
 
     kind: FaultKind
+    text: str
     share: float = 0.0
     ns: int = 0
     messages: tuple[str, ...] = ()
@@ -178,18 +176,6 @@ class Fault:
     def name(self) -> str:
         """Name of the fault's kind."""
         return self.kind.name
-
-    @property
-    def text(self) -> str:
-        """The spec of the fault, from which `parse_fault` returns an equal fault."""
-        if self.kind.unit == "share":
-            return f"{self.name}={f'{self.share * 100:.6f}'.rstrip('0').rstrip('.')}%"
-        if self.kind.unit == "messages":
-            return f"{self.name}={'+'.join(self.messages)}"
-        if self.kind.unit == "rank":
-            lasting = "" if self.for_ns is None else f"+{_time_text(self.for_ns)}"
-            return f"{self.name}={self.rank}@{_time_text(self.at_ns)}{lasting}"
-        return f"{self.name}={_time_text(self.ns)}"
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
@@ -220,12 +206,12 @@ def parse_fault(text: str) -> Fault:
     if not separator:
         raise ValueError(f"{text[:_SHOWN]!r}: {name} needs a value, such as {kind.example}")
     if kind.unit == "share":
-        return Fault(kind, share=_share(kind, text, value))
+        return Fault(kind, text, share=_share(kind, text, value))
     if kind.unit == "messages":
-        return Fault(kind, messages=_messages(kind, text, value))
+        return Fault(kind, text, messages=_messages(kind, text, value))
     if kind.unit == "rank":
         return _of_rank(kind, text, value)
-    return Fault(kind, ns=_time(kind, text, value, *kind.bounds))
+    return Fault(kind, text, ns=_time(kind, text, value, *_BOUNDS[kind.unit]))
 
 
 def _share(kind: FaultKind, text: str, value: str) -> float:
@@ -252,10 +238,10 @@ def _of_rank(kind: FaultKind, text: str, value: str) -> Fault:
     rank, at, lasting = match.groups()
     if lasting is None and kind.name in ("pause", "replace"):
         raise ValueError(f"{text[:_SHOWN]!r}: give a duration, such as {kind.example}")
-    low, high = kind.bounds
+    low, high = _BOUNDS["rank"]
     at_ns = _time(kind, text, at, 0, high)
     for_ns = None if lasting is None else _time(kind, text, lasting, low, high)
-    return Fault(kind, rank=rank, at_ns=at_ns, for_ns=for_ns)
+    return Fault(kind, text, rank=rank, at_ns=at_ns, for_ns=for_ns)
 
 
 def _time(kind: FaultKind, text: str, value: str, low: int, high: int) -> int:
@@ -267,14 +253,5 @@ def _time(kind: FaultKind, text: str, value: str, low: int, high: int) -> int:
         )
     ns = round(Fraction(match[2]) * _NS[match[3]]) * (-1 if match[1] else 1)
     if not low <= ns <= high:
-        bounds = f"{_time_text(low)} to {_time_text(high)}"
-        raise ValueError(f"{text[:_SHOWN]!r}: {value[:_SHOWN]} is not from {bounds}")
+        raise ValueError(f"{text[:_SHOWN]!r}: {value[:_SHOWN]} is not from {low / 1e9:g} to {high / 1e9:g} s")
     return ns
-
-
-def _time_text(ns: int) -> str:
-    """Formats a time in the largest unit in which it is a whole number, or in fractional microseconds."""
-    for unit, size in reversed(_NS.items()):
-        if ns and ns % size == 0:
-            return f"{ns // size}{unit}"
-    return f"{ns / 1_000:.3f}".rstrip("0").rstrip(".") + "us"

@@ -11,8 +11,8 @@ import pytest
 from kvctl.lab.bench import sglang_bench
 from kvctl.lab.bench.sglang_bench import ServerBench, load_text
 from kvctl.lab.bench.sglang_pairs import Generated, Pair, ServerPlan, parse_sides
+from kvctl.lab.bench.sglang_servers import ServerError, Tokens
 from kvctl.lab.bench.sglang_views import SERVERS, blocks
-from kvctl.lab.demo.sglang_servers import ServerError, Tokens
 from kvctl.lab.ranks.request import Load, Sizes
 from kvctl.lab.ranks.request import Tokens as Lengths
 from kvctl.render.data import tsv
@@ -42,8 +42,8 @@ class StandIn(Pair):
 
 @pytest.fixture(autouse=True)
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvctl.lab.demo.sglang_servers.Process.start", lambda self: None)
-    monkeypatch.setattr("kvctl.lab.demo.sglang_servers.Process.check", lambda self: None)
+    monkeypatch.setattr("kvctl.lab.bench.sglang_servers.Process.start", lambda self: None)
+    monkeypatch.setattr("kvctl.lab.bench.sglang_servers.Process.check", lambda self: None)
     monkeypatch.setattr(sglang_bench, "wait_ready", lambda processes, say: say("ready"))
 
 
@@ -132,7 +132,7 @@ def test_servers_that_do_not_start_are_noted_and_ended(tmp_path: Path, monkeypat
 
     ended: list[Path] = []
     monkeypatch.setattr(sglang_bench, "wait_ready", dies)
-    monkeypatch.setattr("kvctl.lab.demo.sglang_servers.Process.end", lambda self: ended.append(self.log))
+    monkeypatch.setattr("kvctl.lab.bench.sglang_servers.Process.end", lambda self: ended.append(self.log))
     bench = bench_of([StandIn(side, tmp_path, []) for side in ("nixl", "kvctl")])
     bench.run(all_at_once=False)
     assert bench.problems() == ["nixl: decode ended with 1\n--- the end of decode.log"]

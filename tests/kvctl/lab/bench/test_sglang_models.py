@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvctl.lab.bench.sglang_checkpoint import Llama, write_checkpoint
 from kvctl.lab.bench.sglang_models import model_of
-from kvctl.lab.demo.sglang_checkpoint import Llama, write_checkpoint
 
 
 def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:

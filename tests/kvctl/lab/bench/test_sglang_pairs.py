@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvctl.lab.bench.sglang_pairs import SIDES, Pair, ServerPlan, parse_sides, role_flags
-from kvctl.lab.demo.sglang_servers import HOST, ServerError
+from kvctl.lab.bench.sglang_servers import HOST, ServerError
 from kvctl.lab.ranks.request import Sizes
 
 DEADLINE_S = 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvctl.lab.demo.sglang_checkpoint import write_checkpoint
+from kvctl.lab.bench.sglang_checkpoint import write_checkpoint
 
 
 def test_a_seed_gives_one_checkpoint(tmp_path: Path) -> None:

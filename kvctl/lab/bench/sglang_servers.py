@@ -1,9 +1,8 @@
-"""Starts SGLang servers and a router as processes, sends them requests and ends them."""
+"""Starts SGLang servers as processes, and ends them."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -15,8 +14,6 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,16 +22,10 @@ from kvctl.lab.tcp_ports import free_port
 HOST = "127.0.0.1"
 # A server alone on two cores is up after 20 s; six beside other work take minutes.
 START_S = 600.0
-REQUEST_S = 120.0
 END_S = 30.0
 LOG_LINES = 40
 _INDENTED = " " * 16
 
-# Of every server: the tiny model has no tokenizer, and the pool is as small as the model.
-COMMON_FLAGS = (
-    *("--skip-tokenizer-init", "--random-seed", "7", "--max-total-tokens", "8192", "--max-running-requests", "16"),
-    *("--page-size", "16", "--enable-metrics", "--sleep-on-idle"),
-)
 # Without a GPU: no kernels that a CPU lacks.
 CPU_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"),
@@ -150,44 +141,6 @@ class Process:
         return "\n".join([f"--- the end of {self.log}", *lines[-LOG_LINES:]])
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The reply of a server to one request.
-
-    Attributes:
-        tokens: the generated tokens.
-        cached: prompt tokens that the server had in its radix cache.
-    """
-
-    tokens: Tokens
-    cached: int
-
-    @classmethod
-    def read(cls, reply: Mapping[str, Any]) -> Answer:
-        return cls(reply["output_ids"], reply["meta_info"]["cached_tokens"])
-
-
-def request(url: str, body: bytes, timeout_s: float = REQUEST_S) -> bytes:
-    """Posts a body and returns that of the reply.
-
-    Raises:
-        ServerError: no connection, no reply in time, or an error status.
-    """
-    message = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(message, timeout=timeout_s) as reply:
-            return bytes(reply.read())
-    except urllib.error.HTTPError as error:
-        raise ServerError(f"{url}: {error.code} {error.read().decode(errors='replace')[:300]}") from None
-    except (OSError, HTTPException) as error:  # refused, reset, timed out, cut short
-        raise ServerError(f"{url}: {error!r}") from None
-
-
-def post(url: str, document: Mapping[str, Any], timeout_s: float = REQUEST_S) -> Any:
-    """Posts a document as JSON and returns the decoded reply; errors as of `request`."""
-    return json.loads(request(url, json.dumps(document).encode(), timeout_s))
-
-
 def generation(prompt: Tokens, new_tokens: int) -> dict[str, Any]:
     """A request of SGLang's /generate: greedy, as many tokens as asked for."""
     parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
@@ -210,22 +163,6 @@ class Prefill:
             "bootstrap_room": random.getrandbits(63),
         }
 
-    def send(self, decode: Process, message: Mapping[str, Any], timeout_s: float = REQUEST_S) -> tuple[Answer, Answer]:
-        """Returns the replies of this server, which has the first token, and of a decode server, which has all.
-
-        Raises:
-            ServerError: either request failed; the other one has ended too.
-        """
-        urls = [f"{at.url}/generate" for at in (self.process, decode)]
-        mine, its = together([partial(post, url, message, timeout_s) for url in urls])
-        return Answer.read(mine), Answer.read(its)
-
-    def generate(
-        self, decode: Process, prompt: Tokens, new_tokens: int = 16, timeout_s: float = REQUEST_S
-    ) -> tuple[Answer, Answer]:
-        """Sends a request with a room of its own."""
-        return self.send(decode, self.request(prompt, new_tokens), timeout_s)
-
 
 class Fleet:
     """Processes that share a model, an environment and a folder for their logs.
@@ -234,9 +171,8 @@ class Fleet:
         python: that of an environment with SGLang.
         model: folder of the checkpoint.
         folder: where the logs are written.
-        flags: of every server, beside `common`.
+        flags: of every server.
         environment: variables of all processes, beside those of this one.
-        common: flags of every server; the default is for the tiny model.
     """
 
     def __init__(
@@ -246,16 +182,13 @@ class Fleet:
         folder: Path,
         flags: Sequence[str],
         environment: Mapping[str, str],
-        common: Sequence[str] = COMMON_FLAGS,
     ) -> None:
         self.python = python
         self.model = model
         self.folder = folder
-        self.flags = (*common, *flags)
+        self.flags = flags
         self.environment = {"SGLANG_HOST_IP": HOST, "HF_HUB_OFFLINE": "1", **environment}
         self.processes: list[Process] = []
-        self._prefills: list[Prefill] = []
-        self._decodes: list[Process] = []
 
     def server(self, name: str, *arguments: str) -> Process:
         """Adds a server."""
@@ -269,50 +202,19 @@ class Fleet:
         port = free_port()
         flags = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", backend]
         flags += ["--disaggregation-bootstrap-port", str(port)]
-        self._prefills.append(Prefill(self.server(name, *flags, *arguments), port))
-        return self._prefills[-1]
+        return Prefill(self.server(name, *flags, *arguments), port)
 
     def decode(self, name: str, backend: str, *arguments: str) -> Process:
         """Adds a decode server."""
         flags = ["--disaggregation-mode", "decode", "--disaggregation-transfer-backend", backend]
         flags += ["--disaggregation-decode-retraction-backup", "none"]
-        self._decodes.append(self.server(name, *flags, *arguments))
-        return self._decodes[-1]
-
-    def router(self, name: str) -> Process:
-        """Adds SGLang's router for the servers added so far, in its small version for PD pairs."""
-        port = free_port()
-        command = ["-P", "-W", "ignore", "-m", "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
-        command += ["--host", HOST, "--port", str(port)]
-        for prefill in self._prefills:
-            command += ["--prefill", prefill.process.url, str(prefill.bootstrap_port)]
-        for decode in self._decodes:
-            command += ["--decode", decode.url]
-        return self._add(name, command, port)
+        return self.server(name, *flags, *arguments)
 
     def _add(self, name: str, arguments: list[str], port: int) -> Process:
         log = self.folder / f"{name}.log"
         command = [str(self.python), *arguments]
         self.processes.append(Process(name, command, self.environment, log, port))
         return self.processes[-1]
-
-    def __enter__(self) -> Fleet:
-        """Starts the processes that are not running, together.
-
-        Raises:
-            ServerError: one of them did not become ready; all have ended.
-        """
-        try:
-            for process in self.processes:
-                process.start()
-            wait_ready(self.processes)
-        except BaseException:
-            self.end()
-            raise
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.end()
 
     def end(self) -> None:
         together([process.end for process in self.processes])
