@@ -16,7 +16,7 @@ import pytest
 
 from kvctl.lab.demo.faults import ScheduledFault
 from kvctl.lab.demo.fleet import FleetPlan, LiveFleet
-from kvctl.lab.demo.traffic import DeadlineMissed, Traffic, TrafficOptions
+from kvctl.lab.demo.traffic import Traffic, TrafficOptions
 from kvctl.lab.ranks.group import FleetError
 from kvctl.lab.ranks.messages import Abort
 from kvctl.lab.ranks.request import Sizes
@@ -146,26 +146,6 @@ def test_a_soak_that_ends_while_a_replaced_process_is_frozen_lets_it_go_on_and_l
         assert rank.lives == 2
     assert gone(former.pid)
     assert list(socket_dir().iterdir()) == []
-
-
-@pytest.mark.sample
-def test_what_has_not_ended_in_time_is_named() -> None:
-    plan = FleetPlan(prefill=(Sizes(),), decode=Sizes(), transport="loopback", concurrency=2, tokens=(64, 64))
-    with LiveFleet(plan) as fleet:
-        fleet.start()
-        traffic = Traffic(fleet)
-        traffic.until(lambda: traffic.accounting.done >= 4, PATIENCE_S, "four rooms are done")
-        traffic.drain(PATIENCE_S)
-        fleet.pause("decode-0")
-        room = traffic.open(64)
-        with pytest.raises(DeadlineMissed, match=rf"1 rooms have not ended after 0\.5 s: {room.number} \(decode-0"):
-            traffic.drain(0.5)
-        fleet.resume("decode-0")
-        with pytest.raises(DeadlineMissed, match=r"waited 0\.2 s for this: pigs fly"):
-            traffic.until(lambda: False, 0.2, "pigs fly")
-        traffic.drain(PATIENCE_S)
-        with pytest.raises(ValueError, match="decode-0 is running; kill it first"):
-            fleet.restart("decode-0")
 
 
 def test_a_failure_that_nobody_asked_for_is_a_finding_and_what_is_known_of_it_is_kept(tmp_path: Path) -> None:

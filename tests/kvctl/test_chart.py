@@ -13,7 +13,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvctl_agent.contract import VERSION
 from tests.support.charts import CHART, helm, render, which
 
 pytestmark = pytest.mark.skipif(which("helm") is None, reason="helm is not installed")
@@ -42,11 +41,6 @@ def test_helm_finds_no_fault_in_it() -> None:
     for values in ({}, EVERYTHING):
         outcome = helm("lint", str(CHART), "--strict", values=values)
         assert outcome.returncode == 0, outcome.stdout
-
-
-def test_it_has_the_version_of_kvctl() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])

@@ -73,13 +73,6 @@ def test_without_agents_status_ends_within_a_second(at_best: AtBest) -> None:
     assert "kvctl demo" in done.stderr
 
 
-def test_kvctl_alone_prints_its_help() -> None:
-    done = run()
-    assert done.returncode == 0
-    assert "rooms" in done.stdout
-    assert done.stderr == ""
-
-
 def test_a_reader_that_leaves_is_met_quietly(fleet: Any) -> None:
     shell = f"{sys.executable} -m kvctl COMMAND | head -n 1; echo ${{PIPESTATUS[0]}}"
     for command in ("rooms", "metrics -o prom", "status -w 0.01", "events -o jsonl"):
@@ -142,11 +135,6 @@ def test_colour_can_be_declined(environment: dict[str, str], fleet: Any, on_term
     assert all(len(line) <= 100 for line in shown.splitlines()[:-1])
 
 
-def test_colour_can_be_demanded(fleet: Any, on_terminal: Any) -> None:
-    assert "\x1b[" in run("rooms", "-o", "table", "--color", "always").stdout
-    assert "\x1b[" not in text(on_terminal("rooms", "--color", "never"))
-
-
 def test_a_rank_imports_nothing_from_the_current_directory(tmp_path: Path) -> None:
     (tmp_path / "argparse.py").write_text("raise SystemExit('argparse.py of the current directory')")
     environment = {**os.environ, "PYTHONPATH": str(Path(kvctl.__file__).parents[1])}
@@ -161,27 +149,3 @@ def test_watching_status_on_a_terminal_repeats_its_header_every_20_lines(fleet: 
     lines = watched.seen.splitlines()
     heads = [number for number, line in enumerate(lines) if line.lstrip().startswith("TIME")]
     assert heads[:2] == [0, 21]
-
-
-def test_following_events_prints_each_once(start: Any) -> None:
-    grown: list[dict[str, Any]] = []
-
-    def events(args: dict[str, Any]) -> Any:
-        number = len(grown) + 1
-        grown.append(
-            {"sequence": number, "at_ns": number, "agent": "decode-0", "kind": "k", "severity": "info"}
-            | {"room": None, "peer": None, "text": f"event {number}"}
-        )
-        return {
-            "events": [row for row in grown if row["sequence"] >= args.get("since", 0)],
-            "next": number + 1,
-            "dropped": 0,
-        }
-
-    start("decode-0", {"events": events})
-    process = subprocess.Popen([*KVCTL, "events", "-w", "0.02", "-o", "jsonl"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    texts = [json.loads(process.stdout.readline())["text"] for _ in range(6)]
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert texts == [f"event {number}" for number in range(1, 7)]

@@ -26,11 +26,6 @@ def leave_socket(directory: Path, name: str) -> Path:
     return path
 
 
-def test_no_directory_means_nobody(surroundings: None) -> None:
-    found = discover()
-    assert (found.live, found.stale, found.faults) == ([], [], [])
-
-
 def test_living_agents_are_told_from_dead_sockets(start: Any, socket_directory: Path) -> None:
     start("decode-0")
     leave_socket(socket_directory, "decode-1")
@@ -38,13 +33,6 @@ def test_living_agents_are_told_from_dead_sockets(start: Any, socket_directory: 
     assert [endpoint.name for endpoint in found.live] == ["decode-0"]
     assert [endpoint.name for endpoint in found.stale] == ["decode-1"]
     assert found.faults == []
-
-
-def test_knocking_leaves_no_trace_on_the_agent(start: Any, kvctl: Any) -> None:
-    start("decode-0")
-    for _ in range(50):
-        discover()
-    assert kvctl("status").code == 0
 
 
 def test_names_globs_and_addresses_choose(fleet: Any, socket_directory: Path) -> None:

@@ -173,26 +173,6 @@ def test_an_address_has_one_connection_whatever_it_is_called(start: Any, socket_
             fanout.forget(endpoint)
 
 
-def test_many_agents_that_fail_cost_as_much_each_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of one agent's requests does not look at those of all others."""
-    looked = 0
-
-    def endpoint(waiting: Any) -> Endpoint:
-        nonlocal looked
-        looked += 1
-        return waiting.flight.endpoint
-
-    monkeypatch.setattr(fanout_module._Pending, "endpoint", property(endpoint))
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    dead = [Endpoint(f"decode-{number}", None, remote=f"tcp://127.0.0.{number}:{port}") for number in range(2, 202)]
-    with Fanout(None) as fanout:
-        replies = fanout.ask([(each, call) for each in dead for call in (HELLO, Call("status"))], LONG_NS)
-    assert {reply.fault.code for reply in replies if reply.fault} == {"unreachable"}
-    assert len(replies) == 400
-    assert looked <= 4 * len(replies)
-
-
 def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path) -> None:
     start("decode-0")
     endpoint = Endpoint("decode-0", socket_directory / "decode-0.sock")
@@ -204,15 +184,6 @@ def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path)
     while (left := descriptors()) > before[0] or threading.active_count() > before[1]:
         assert time.monotonic() < deadline, (left, threading.active_count(), before)
         time.sleep(0.02)
-
-
-def test_256_agents_answer_in_one_go(socket_directory: Path) -> None:
-    """One ROUTER with 256 names, for each of which the client opens a connection."""
-    endpoints = [Endpoint(f"a{number}", socket_directory / f"a{number}.sock") for number in range(256)]
-    addresses = [endpoint.address for endpoint in endpoints]
-    with router(*addresses, answer=lambda frames: answer_with(frames, {})), Fanout() as fanout:
-        replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], LONG_NS)
-    assert [reply.endpoint for reply in replies if reply.fault is None] == endpoints
 
 
 class TestObserver:
@@ -284,17 +255,6 @@ class TestObserver:
         assert [reply.data for reply in replies] == ["itself", "drained"]
         assert asked == ["hello"]
 
-    def test_an_agent_that_does_not_know_itself_is_asked_once(self, socket_directory: Path) -> None:
-        def unknown(frames: list[bytes]) -> list[bytes]:
-            asked.append(frames[1])
-            return refused(frames, "unknown-agent", "no a0")
-
-        asked: list[bytes] = []
-        with agent_at(socket_directory / "a0.sock", unknown) as endpoint:
-            (reply,) = ask(endpoint, HELLO)
-        assert reply.fault == Fault("a0", "unknown-agent", "no a0")
-        assert len(asked) == 1
-
     def test_many_that_it_serves_no_more_take_no_more_connections_than_are_allowed(
         self, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -351,13 +311,6 @@ class TestObserver:
             fanout.use_observer(socket_directory, LONG_NS)
             (reply,) = fanout.ask([(Endpoint("a0", socket_directory / "a0.sock"), HELLO)], LONG_NS)
         assert reply.fault == Fault("a0", FaultCode.UNREACHABLE, "its process ended before it answered")
-
-    def test_without_one_there_are_no_names(self, socket_directory: Path) -> None:
-        with Fanout() as fanout:
-            assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
-            with agent_at(socket_directory / RELAY_SOCKET, lambda frames: answer_with(frames, 5)):
-                assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
-            assert fanout.use_observer(socket_directory, LONG_NS) == frozenset()
 
 
 @contextmanager

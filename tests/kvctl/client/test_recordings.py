@@ -29,8 +29,6 @@ from kvctl.client.recordings import (
     RecordingSource,
     decode,
     encode,
-    text_endpoint,
-    text_fault,
 )
 from kvctl.errors import CliError
 from kvctl_agent.contract.admin import ErrorCode
@@ -73,15 +71,6 @@ def test_a_moment_comes_back_as_it_was(canned: Any) -> None:
     one.stale.append(Endpoint("old", Path("/run/old.sock")))
     one.faults.append(Fault("who", "unreachable", "nobody"))
     assert back(one) == one
-
-
-def test_names_that_are_no_text_and_texts_that_are_odd_are_kept() -> None:
-    one = moment()
-    one.stale.append(text_endpoint(Endpoint("\udcfe", Path("/run/\udcfe.sock"))))
-    one.faults.append(text_fault(Fault("\udcfd", "unreachable", "\0 said \udcfc")))
-    found = back(one)
-    assert (found.stale[0].name, str(found.stale[0].path)) == ("\\udcfe", "/run/\\udcfe.sock")
-    assert found.faults[0] == Fault("\\udcfd", "unreachable", "\0 said \\udcfc")
 
 
 def test_an_agent_that_says_too_much_loses_timelines_first_then_its_largest_answer(
@@ -168,22 +157,6 @@ def test_a_series_holds_each_finished_room_once_and_every_moment_can_tell_it(
         assert survey.faults == []
 
 
-def test_a_hanging_agent_is_a_fault_of_its_moment_and_holds_nobody_up(
-    start: Any, socket_directory: Path, tmp_path: Path
-) -> None:
-    import socket
-
-    start("decode-0")
-    with socket.socket(socket.AF_UNIX) as hung:
-        hung.bind(str(socket_directory / "decode-1.sock"))
-        hung.listen()
-        with Fleet((), {}, 3 * S // 2) as fleet:
-            path = saved(tmp_path / "some.kvrec", SnapshotRecorder(fleet).take())
-    survey = RecordingSource(path).survey([Call("status")])
-    assert [agent.name for agent, _ in survey.answers("status")] == ["decode-0"]
-    assert [(fault.agent, fault.code) for fault in survey.faults] == [("decode-1", "timeout")]
-
-
 def test_many_agents_share_what_may_be_asked(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_ROOMS_IN_TOTAL", 4)
     with Fleet((), {}, 5 * S) as asked:
@@ -237,18 +210,6 @@ def test_a_restarted_agent_begins_a_life_of_its_own(canned: Any, tmp_path: Path)
     assert [row["sequence"] for row in file.survey([Call("events")]).agents[0].data["events"]["events"]] == [0, 1]
 
 
-def test_agents_of_one_name_are_told_apart_as_live_ones_are(canned: Any, tmp_path: Path) -> None:
-    twins = [agent(canned, status=canned.status("decode-0")) for _ in range(2)]
-    for number, twin in enumerate(twins):
-        twin.hello.data["incarnation"] = f"00000000-{number}"
-    hosts = [
-        replace(twin, endpoint=Endpoint(f"h{at}:1", None, remote=f"tcp://h{at}:1")) for at, twin in enumerate(twins)
-    ]
-    for survey in [RecordingSource(saved(tmp_path / "a.kvrec", moment(*hosts))).survey([Call("status")])] * 2:
-        assert [found.name for found in survey.agents] == ["decode-0#0000-0", "decode-0#0000-1"]
-        assert [found.data["status"]["name"] for found in survey.agents] == [found.name for found in survey.agents]
-
-
 def test_what_was_not_asked_is_a_fault(canned: Any, tmp_path: Path) -> None:
     survey = RecordingSource(saved(tmp_path / "a.kvrec", moment(agent(canned)))).survey([Call("stacks")])
     assert [(fault.agent, fault.code) for fault in survey.faults] == [("decode-0", "not-captured")]
@@ -267,17 +228,6 @@ def test_moments_are_gone_through_and_chosen(canned: Any, tmp_path: Path) -> Non
             with pytest.raises(IndexError, match="has 3 snapshots"):
                 file.seek(outside)
     assert RecordingSource(path).moment == 2
-
-
-def test_stale_and_addressed_agents(canned: Any, tmp_path: Path) -> None:
-    one = moment(agent(canned))
-    one.stale.append(Endpoint("old", Path("/run/old.sock")))
-    path = saved(tmp_path / "a.kvrec", one)
-    assert [each.name for each in RecordingSource(path).survey().discovery.stale] == ["old"]
-    assert [agent.name for agent in RecordingSource(path, ["ipc:///run/decode-0.sock"]).survey().agents] == ["decode-0"]
-    (fault,) = RecordingSource(path, ["old"]).survey().faults
-    assert (fault.agent, fault.code) == ("old", "unreachable")
-    assert len(RecordingSource(path, ["decode-0", "decode-*"]).survey().agents) == 1
 
 
 def look(path: Path) -> None:

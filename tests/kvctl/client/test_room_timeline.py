@@ -52,13 +52,6 @@ def test_the_first_cause_wins_not_the_first_speaker(canned: Any) -> None:
     assert room.failing_rank == "prefill-1"
 
 
-def test_one_failed_rank_fails_the_room(canned: Any) -> None:
-    mixed = details(canned)
-    mixed[0]["state"] = "Success"
-    mixed[1]["state"] = "Failed"
-    assert join(mixed, clocks())[0].state == "Failed"
-
-
 def test_parts_join_both_ends(canned: Any) -> None:
     (room,) = join(details(canned), clocks())
     first, second = room.parts
@@ -66,14 +59,6 @@ def test_parts_join_both_ends(canned: Any) -> None:
     assert list(first.moments) == ["gate", "queue", "gather", "post", "wire", "arrive", "scatter", "ready"]
     assert first.moments["ready"] == canned.NOW + 4 * canned.MS
     assert "wire" not in second.moments
-
-
-def test_a_reused_number_is_two_rooms_the_newest_first(canned: Any) -> None:
-    newer = canned.room_detail("decode-0")
-    newer |= {"nonce": "2", "opened_at_ns": canned.NOW + canned.S, "timeline": []}
-    rooms = join([*details(canned), newer], clocks())
-    assert [room.nonce for room in rooms] == ["2", canned.NONCE]
-    assert rooms[0].parts == []
 
 
 def test_ranks_of_one_room_are_joined_whatever_their_nonces(canned: Any) -> None:

@@ -69,10 +69,6 @@ def test_options_are_taken_before_and_after_the_command(args: tuple[str, ...], f
     )
 
 
-def test_options_are_taken_between_group_and_command(fleet: Any, kvctl: Any) -> None:
-    assert kvctl("rooms", "-o", "jsonl", "history", "-n", "3").out.count("\n") == 3
-
-
 def test_the_innermost_flag_wins_and_lists_add_up(fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("-o", "csv", "-e", "decode-0", "rooms", "-o", "jsonl", "-e", "decode-1")
     assert {json.loads(line)["agent"] for line in outcome.out.splitlines()} == {"decode-0", "decode-1"}
@@ -102,11 +98,6 @@ def test_a_filter_that_leaves_nothing_is_not_a_fleet_without_any(
     assert kvctl(*command, "--filter", "agent=nobody", "-o", "table").out == "no rows match --filter\n"
 
 
-def test_a_cut_list_says_so(fleet: Any, kvctl: Any) -> None:
-    assert "only the first 1 are shown: raise --limit" in kvctl("rooms", "-n", "1").err
-    assert kvctl("rooms", "-n", "1", "-q").err == ""
-
-
 def test_partial_answers_are_printed_named_and_exit_7(start: Any, kvctl: Any) -> None:
     start("decode-0")
     start("decode-1", {"peers": refusal(ErrorCode.INTERNAL, "peers failed inside the agent: boom")})
@@ -127,13 +118,6 @@ def test_partial_answers_are_printed_named_and_exit_7(start: Any, kvctl: Any) ->
 def test_when_all_refuse_the_reason_is_the_exit_code(code: ErrorCode, expected: int, start: Any, kvctl: Any) -> None:
     start("decode-0", {"layers": refusal(code, "no")})
     assert kvctl("layers").code == expected
-
-
-def test_another_protocol_exits_6(start: Any, kvctl: Any) -> None:
-    start("newer", protocol=[2, 3])
-    outcome = kvctl("status")
-    assert outcome.code == 6
-    assert "this kvctl speaks 1 to 1: update kvctl" in outcome.err
 
 
 def test_a_hanging_agent_exits_4_and_with_others_7(hang: Any, start: Any, kvctl: Any) -> None:
@@ -194,12 +178,6 @@ def test_wrong_usage_exits_2_and_helps(args: tuple[str, ...], words: str, fleet:
     assert words in outcome.err
 
 
-def test_a_room_nobody_knows_fails(fleet: Any, kvctl: Any) -> None:
-    outcome = kvctl("rooms", "show", "12")
-    assert outcome.code == 1
-    assert "no agent knows room 12" in outcome.err
-
-
 def test_a_room_is_joined_over_the_ranks_that_know_it(fleet: Any, kvctl: Any, canned: Any) -> None:
     """decode-1 does not know the room; this is not an error."""
     outcome = kvctl("rooms", "show", canned.ROOM, "-o", "json")
@@ -210,15 +188,6 @@ def test_a_room_is_joined_over_the_ranks_that_know_it(fleet: Any, kvctl: Any, ca
     assert room["first_failing_rank"] is None
     assert [event["relative_ns"] for event in room["timeline"]][:2] == [0, canned.MS]
     assert {clock["agent"] for clock in room["clocks"]} == {"prefill-0", "prefill-1", "decode-0"}
-
-
-def test_the_first_failing_rank_is_named(start: Any, kvctl: Any, canned: Any) -> None:
-    for name in canned.FLEET[:3]:
-        start(name, canned.answers(name, failed=True))
-    outcome = kvctl("rooms", "show", canned.ROOM, "-o", "table")
-    assert "failed first: prefill-1 at +15 ms: transport: NIXL_ERR_BACKEND" in outcome.out
-    (room,) = kvctl("rooms", "show", canned.ROOM, "-o", "json").data
-    assert room["first_failing_rank"] == "prefill-1"
 
 
 def test_filters_reach_the_timeline_of_a_joined_room(fleet: Any, kvctl: Any, canned: Any) -> None:
@@ -234,10 +203,6 @@ def test_events_are_narrowed_by_age(fleet: Any, kvctl: Any) -> None:
 def test_version_needs_no_agent(kvctl: Any) -> None:
     assert kvctl("version", "-o", "json").code == 0
     assert kvctl("--version").out == "kvctl 0.1.0\n"
-
-
-def test_verbose_says_who_was_asked(fleet: Any, kvctl: Any) -> None:
-    assert kvctl("status", "-v").err.count("answered in") == 4
 
 
 def test_what_the_tool_sends_is_what_agents_declare(start: Any, kvctl: Any, canned: Any, tmp_path: Path) -> None:

@@ -183,41 +183,6 @@ def test_bash(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
         bash.completes("kvctl -e prefill-0 agents --columns agent,ve", "agent,version ")
 
 
-def test_zsh(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
-    """zsh prints only the text that it adds."""
-    with Typed(shell("zsh"), "-f", "-i", PATH=path_with_kvctl) as zsh:
-        zsh.press(f"fpath=({ROOT / 'completions'} $fpath); autoload -U compinit; compinit -u -D; echo rea''dy\n")
-        assert zsh.passes("ready\r\n")
-        zsh.completes("kvctl vers", "version ")
-        zsh.completes("kvctl rooms show 18", canned.ROOM)
-        zsh.completes("kvctl rooms --columns room,state_", "room,state_age")
-        zsh.completes("kvctl -e pre", "prefill-")
-
-
-def test_fish(fleet: Any, path_with_kvctl: str, canned: Any) -> None:
-    def complete(line: str) -> list[str]:
-        script = f"source {ROOT / 'completions' / 'kvctl.fish'}; complete -C '{line}'"
-        done = subprocess.run(
-            [shell("fish"), "--no-config", "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            env={**os.environ, "PATH": path_with_kvctl},
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout.splitlines()
-
-    assert complete("kvctl vers") == ["version\tVersions of this tool and of the agents."]
-    deadline = time.monotonic() + PATIENCE_S
-    while (found := complete("kvctl -e dec")) != ["decode-0", "decode-1"]:  # agents may be too late for one TAB
-        assert time.monotonic() < deadline, found
-    deadline = time.monotonic() + PATIENCE_S
-    while not (rooms := complete("kvctl rooms show 18")):
-        assert time.monotonic() < deadline
-    assert rooms[0].startswith(f"{canned.ROOM}\tTransferring on ")
-
-
 def test_values_that_a_shell_would_interpret_are_left_out(
     start: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

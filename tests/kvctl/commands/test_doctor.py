@@ -70,14 +70,6 @@ def test_nothing_wrong(sound: None, fleet: Any, kvctl: Any) -> None:
     assert "next:" not in outcome.out
 
 
-def test_only_something_to_know(sound: None, toy_codes: None, start: Any, kvctl: Any) -> None:
-    start("prefill-0")
-    outcome = kvctl("doctor", "-o", "table")
-    assert "KV_FLEET_YOUNG" in outcome.out
-    assert outcome.code == 0
-    assert "next:" not in outcome.out
-
-
 def test_without_agents_the_host_is_looked_at_all_the_same(host: None, kvctl: Any) -> None:
     outcome = kvctl("doctor", "-o", "table")
     assert outcome.code == 3
@@ -93,13 +85,6 @@ def test_without_agents_nothing_is_called_healthy(sound: None, kvctl: Any) -> No
     assert outcome.out.startswith("? incomplete   this host only: no agent answered\n")
     alone = kvctl("doctor", "--host-only", "-o", "table")
     assert (alone.code, alone.out.splitlines()[0]) == (0, "✓ healthy   this host only")
-
-
-def test_the_host_alone(host: None, kvctl: Any) -> None:
-    outcome = kvctl("doctor", "--host-only", "-o", "table")
-    assert (outcome.code, outcome.err) == (1, "")
-    assert outcome.out.startswith("! 1 warning   this host only\n")
-    assert outcome.out.splitlines()[-1] == "next: ulimit -l unlimited"
 
 
 def test_the_command_of_a_vllm_server(monkeypatch: pytest.MonkeyPatch, kvctl: Any) -> None:
@@ -141,10 +126,3 @@ def test_an_agent_that_fails_several_commands_for_one_reason_is_one_finding(
 )
 def test_what_makes_no_sense_is_refused(args: tuple[str, ...], kvctl: Any) -> None:
     assert kvctl("doctor", *args).code == 2
-
-
-@pytest.mark.parametrize("form", ["tsv", "csv", "jsonl", "wide"])
-def test_other_forms(form: str, host: None, fleet: Any, kvctl: Any) -> None:
-    outcome = kvctl("doctor", "-o", form)
-    assert outcome.code == 1
-    assert "kvctl staging release decode-1:7" in outcome.out

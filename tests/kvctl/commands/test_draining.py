@@ -49,24 +49,6 @@ def test_one_of_two_decode_ranks(start: Any, canned: Any, kvctl: Any) -> None:
     assert "'draining'=1;;;0;" in check.out
 
 
-def test_all_decode_ranks(start: Any, canned: Any, kvctl: Any) -> None:
-    drained(start, canned, "decode-0", "decode-1")
-    lines = kvctl("status", "-o", "table").out.splitlines()
-    assert "! KV_DRAINING decode-0" in lines[0]
-    assert all("KV_DRAINING" in line for line in lines if line.startswith("decode-"))
-    check = kvctl("check", "ready")
-    assert check.code == 1
-    assert check.out.startswith("KVCTL READY WARNING - KV_DRAINING decode-0: decode-0 and decode-1 are draining")
-    assert "\nnext: kvctl resume decode-0 decode-1" in kvctl("doctor", "-o", "table").out
-
-
-def test_the_row_of_an_agent_that_drains_is_not_ok(start: Any, canned: Any, kvctl: Any) -> None:
-    drained(start, canned, "decode-1")
-    out = kvctl("status", "-o", "table", "--columns", "agent,health").out
-    cells = dict(line.split() for line in out.splitlines() if line.startswith(("prefill-", "decode-")))
-    assert cells == {"prefill-0": "ok", "prefill-1": "ok", "decode-0": "ok", "decode-1": "draining"}
-
-
 @pytest.fixture
 def draining_agent(start: Any, canned: Any) -> Callable[..., list[int]]:
     """Starts decode-0, which drains on request and has one active room for that many further readings."""
@@ -135,7 +117,3 @@ def test_a_drain_that_failed_is_not_waited_for(start: Any, canned: Any, kvctl: A
     outcome = kvctl("drain", "decode-0", "--yes", "--wait", "60s")
     assert outcome.code == 1
     assert "SGLang owns admission" in outcome.err
-
-
-def test_a_wrong_time_is_a_usage_error(fleet: Any, kvctl: Any) -> None:
-    assert kvctl("drain", "decode-0", "--yes", "--wait", "soon").code == 2

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.render.glossary import COMMON, entries, tables
-from kvctl.render.layers import _STAGES
+from kvctl.render.glossary import entries, tables
 from kvctl.render.view import View
-from kvctl_agent.contract.states import STAGES
 from tests.support.cli_commands import commands
 
 VIEWS = {
@@ -24,17 +22,6 @@ VIEWS = {
 def test_every_column_has_a_meaning(view: View) -> None:
     for header, name, _, text in entries(view):
         assert text.endswith("."), (header, name)
-
-
-def test_a_common_meaning_is_used_by_several_views() -> None:
-    users = {name: [view.name for view in VIEWS.values() if names_without_help(view, name)] for name in COMMON}
-    assert {name: views for name, views in users.items() if len(views) < 2} == {}
-    assert _STAGES.keys() == set(STAGES)
-
-
-def names_without_help(view: View, name: str) -> bool:
-    column = next((column for column in view.columns if column.name == name), None)
-    return column is not None and not column.help
 
 
 def test_no_column_reads_what_another_one_reads() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +65,6 @@ class TestEnded:
         outcome = kvctl("status", "-o", "table")
         assert "1 of 2 ranks answered" in outcome.out  # of the instance, which has two
 
-    def test_is_told_by_doctor_and_check(self, start: Any, start_ended: Any, kvctl: Any) -> None:
-        start("decode-1")
-        start_ended("decode-0")
-        outcome = kvctl("doctor", "-o", "json")
-        (row,) = [row for row in outcome.data if row["code"] == "KV_PROCESS_ENDED"]
-        assert (outcome.code, row["severity"], row["next"]) == (1, "critical", "kvctl events -e decode-0")
-        assert "decode-0 ended 3m00s ago (killed by SIGKILL), with 3 rooms open" in row["cause"]
-        outcome = kvctl("check", "ready")
-        assert outcome.code == 2
-        assert "KV_PROCESS_ENDED decode-0" in outcome.out
-
-    def test_alone_it_is_examined_nevertheless(self, start_ended: Any, kvctl: Any) -> None:
-        start_ended("decode-0")
-        assert "✗ 1 critical" in kvctl("health", "-o", "table").out
-        assert kvctl("check", "ready").code == 2
-        assert kvctl("status", "-o", "table").code == 0
-
     def test_nobody_waits_for_it_and_nothing_is_asked_of_it(self, start: Any, start_ended: Any, kvctl: Any) -> None:
         drained: list[str] = []
 
@@ -108,10 +90,6 @@ class TestEnded:
         found = kvctl("doctor", "--from", str(recording), "-o", "json").data
         assert any((row["code"], row["subject"]) == ("KV_PROCESS_ENDED", PAST[0]) for row in found)
 
-    def test_its_clock_is_that_of_its_host(self, start: Any, start_ended: Any, kvctl: Any) -> None:
-        start_ended("decode-0")
-        assert "corrected" not in kvctl("events").err
-
 
 class TestStopped:
     @pytest.fixture
@@ -130,11 +108,6 @@ class TestStopped:
         outcome = kvctl("doctor", "-o", "json")
         (row,) = [row for row in outcome.data if row["code"] == "KV_PROCESS_STOPPED"]
         assert row["next"] == "kill -CONT 4242"
-
-    def test_is_not_ready(self, stopped: str, kvctl: Any) -> None:
-        outcome = kvctl("wait", "--for", "ready", "--timeout", "2s")
-        assert outcome.code == 4
-        assert "decode-0 is stopped (process 4242)" in outcome.err
 
 
 class TestKilledObserver:
@@ -179,13 +152,3 @@ else:
             listener.bind(str(socket_directory / OBSERVER_SOCKET))
             listener.listen()
             kvctl("agents")
-
-    def test_costs_two_seconds_at_most_where_it_cannot_be_started(
-        self, killed: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setattr(observer.sys, "executable", str(tmp_path / "missing"))
-        assert kvctl("agents").code == 3
-        monkeypatch.setattr(observer.sys, "executable", "/bin/false")
-        began = time.monotonic()
-        observer.restart_observer(killed)
-        assert time.monotonic() - began < 2

@@ -37,12 +37,6 @@ def test_tables(
     golden(f"{name}-{width}.txt", outcome.out)
 
 
-def test_tsv(fleet: Any, kvctl: Any, golden: Any) -> None:
-    outcome = kvctl("health", "-o", "tsv")
-    assert (outcome.code, outcome.err) == (1, "")
-    golden("health.tsv", outcome.out)
-
-
 def test_json_has_the_numbers(fleet: Any, kvctl: Any) -> None:
     rows = kvctl("health", "-o", "json").data
     assert [(row["severity"], row["code"], row["subject"]) for row in rows] == [
@@ -61,11 +55,6 @@ def test_a_healthy_fleet_is_one_line(start: Any, kvctl: Any) -> None:
     assert kvctl("health", "detail", "KV_RING_FULL").err == "kvctl: KV_RING_FULL is not raised\n"
 
 
-def test_detail_of_one_code(fleet: Any, kvctl: Any) -> None:
-    rows = kvctl("health", "detail", "fleet_young", "-o", "json").data
-    assert [row["code"] for row in rows] == ["KV_FLEET_YOUNG"]
-
-
 @pytest.mark.parametrize("command", ["explain", "detail"])
 @pytest.mark.parametrize(
     ("typed", "words"),
@@ -79,12 +68,6 @@ def test_a_mistyped_code(command: str, typed: str, words: str, kvctl: Any) -> No
     outcome = kvctl("health", command, typed)
     assert outcome.code == 2
     assert words in outcome.err
-
-
-def test_pages_need_no_agent(kvctl: Any) -> None:
-    (row,) = kvctl("health", "explain", "kv_ring_full", "-o", "json").data
-    assert row["alert"].startswith("kvctl_ring_used_bytes")
-    assert len(kvctl("health", "codes", "-o", "json").data) == 2
 
 
 class TestMutes:
@@ -188,12 +171,6 @@ class TestStatus:
             "prefill-0": ["KV_RING_FULL"],
             "prefill-1": [],
         }
-
-    def test_what_is_muted_is_a_count_here_too(self, fleet: Any, kvctl: Any) -> None:
-        kvctl("health", "mute", "KV_RING_FULL", "1h")
-        assert kvctl("status", "-o", "table").out.startswith(
-            "fleet    ✓ no problem in one reading  2 muted   4 agents\n"
-        )
 
     def test_a_reading_without_all_agents_is_never_without_a_problem(
         self, hang: Any, start: Any, kvctl: Any, monkeypatch: pytest.MonkeyPatch

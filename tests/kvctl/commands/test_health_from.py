@@ -35,13 +35,6 @@ def test_what_is_muted_here_is_heard_of_a_file(file: str, kvctl: Any) -> None:
     assert codes(kvctl("health", "--from", file, "-o", "json").out)[0] == "KV_RING_FULL"
 
 
-def test_doctor_says_nothing_of_this_host(file: str, kvctl: Any) -> None:
-    outcome = kvctl("doctor", "--from", file, "-o", "json")
-    assert outcome.code == 1
-    assert codes(outcome.out) == ["KV_RING_FULL", "KV_RING_FULL", "KV_FLEET_YOUNG"]
-    assert kvctl("doctor", "--from", file, "-o", "table").out.startswith("✗ 1 critical, 1 warning, 1 info   4 agents\n")
-
-
 def test_a_watch_of_a_file_ends_with_it(file: str, kvctl: Any) -> None:
     outcome = kvctl("check", "staging", "--from", file, "-w", "0.01")
     assert outcome.code == 2

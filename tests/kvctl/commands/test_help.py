@@ -11,7 +11,7 @@ import click
 import pytest
 
 from kvctl.cli import cli
-from kvctl.commands.options import GlobalOptions, KvctlGroup
+from kvctl.commands.options import GlobalOptions
 from tests.support.cli_commands import commands
 
 POINTER = "Global options (-e, -l, -o, --filter, -w, --from, ...): kvctl help options"
@@ -46,11 +46,6 @@ def target(words: list[str], kvctl: Any, monkeypatch: pytest.MonkeyPatch) -> cli
     return reached[-1]
 
 
-@every
-def test_every_command_has_examples(path: tuple[str, ...]) -> None:
-    assert ALL[path].shown_examples()
-
-
 @pytest.mark.parametrize(("path", "line"), EXAMPLES, ids=[line for _, line in EXAMPLES])
 def test_an_example_can_be_typed(
     path: tuple[str, ...], line: str, kvctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -63,13 +58,6 @@ def test_an_example_can_be_typed(
     found = target(words, kvctl, monkeypatch)
     if path and "--from" not in words and path != ("help",) and path != ("record",):
         assert found is ALL[path], "an example of another command"
-
-
-def test_a_comment_is_a_sentence_without_its_full_stop() -> None:
-    for command in (cli, *ALL.values()):
-        for does, line in command.examples:
-            assert re.fullmatch(r"[A-Za-z].*[^.]", does)
-            assert len(line) <= 100
 
 
 @pytest.fixture
@@ -103,13 +91,6 @@ def test_examples_that_read_show_something(
 
 
 # ---- the global options ------------------------------------------------------------------------------------------
-
-
-@every
-def test_global_options_are_not_repeated(path: tuple[str, ...], kvctl: Any) -> None:
-    text = kvctl(*path, "--help").out
-    assert POINTER in text
-    assert "--server-key" not in text.replace(" --server-key fleet.pub", "").replace("--key, --server-key", "")
 
 
 def test_they_are_listed_in_two_places(kvctl: Any) -> None:
@@ -149,27 +130,4 @@ def test_help_for_what_is_not_there(words: tuple[str, ...], wanted: str, kvctl: 
     assert wanted in outcome.err
 
 
-def test_a_group_shows_an_example_of_each_command(kvctl: Any) -> None:
-    rooms = ALL[("rooms",)]
-    assert isinstance(rooms, KvctlGroup)
-    text = kvctl("rooms", "--help").out
-    for child in rooms.commands.values():
-        assert isinstance(child, GlobalOptions)
-        assert child.examples[0][1] in text
-
-
 # ---- -o ----------------------------------------------------------------------------------------------------------
-
-
-@every
-def test_o_is_the_format_everywhere(path: tuple[str, ...]) -> None:
-    for param in ALL[path].params:
-        if "-o" in param.opts:
-            assert isinstance(param.type, click.Choice)
-
-
-def test_a_file_after_o_is_no_format(kvctl: Any) -> None:
-    outcome = kvctl("record", "-o", "fleet.kvrec")
-    assert (outcome.code, outcome.out) == (2, "")
-    assert "'fleet.kvrec' is not one of 'table'" in outcome.err
-    assert not Path("fleet.kvrec").exists()

@@ -44,13 +44,6 @@ def test_status_by(start_hosts: Any, kvctl: Any, terminal: Any, golden: Any, by:
     golden(f"status-by-{by}.txt", outcome.out)
 
 
-def test_status_of_few_agents_lists_them(start_hosts: Any, kvctl: Any, terminal: Any) -> None:
-    start_hosts(4)
-    terminal(120)
-    assert "AGENT" in kvctl("status").out
-    assert "GROUP" in kvctl("status", "--by", "host").out
-
-
 COLUMNS = "host,up,silent,prefill,decode,instances,device,active,gb_per_s,ring,p99,versions,health"
 
 

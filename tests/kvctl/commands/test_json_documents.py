@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from docs import json_schema
-from kvctl_agent.contract.snapshots import RoomRow
 
 PATIENCE_S = 90.0
 # They start fleets of their own: their own tests.
@@ -94,18 +93,6 @@ def test_a_wrong_document_is_found() -> None:
         {"data": [{"health": [], "more": 1}]},
     ):
         assert json_schema.document_conflicts({**good, **change}), change
-
-
-def test_fields_have_the_comments_of_their_types_and_of_those_that_these_extend() -> None:
-    texts = {field.name: field.text for field in json_schema.fields(json_schema.RoomOfRank)}
-    assert texts["parked"] == "gated parts"
-    assert texts["owed_parts"] == "active rooms only"
-    assert texts.keys() > RoomRow.__annotations__.keys()
-
-
-def test_no_meaning_is_left_of_a_field_that_is_gone() -> None:
-    page = (Path(json_schema.__file__).parent / "json.md").read_text()
-    assert [name for name in json_schema.MEANINGS if f"| `{name}` |" not in page] == []
 
 
 def test_a_page_that_breaks_the_promise_of_the_one_before_is_found() -> None:

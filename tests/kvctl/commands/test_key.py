@@ -42,15 +42,6 @@ class TestNew:
         assert pair.public.hex() in outcome.out
         assert pair.secret.hex() not in outcome.out + public.read_text()
 
-    def test_json_gives_paths_and_the_public_key(self, home: Path, kvctl: Any) -> None:
-        (row,) = kvctl("key", "new", "fleet", "-o", "json").data
-        assert row == {
-            "key": "fleet",
-            "public": read_public(str(home / "fleet.pub")).hex(),
-            "secret_file": str(home / "fleet.key"),
-            "public_file": str(home / "fleet.pub"),
-        }
-
     def test_a_path_in_place_of_a_name(self, tmp_path: Path, kvctl: Any) -> None:
         assert kvctl("key", "new", str(tmp_path / "there" / "my.key")).code == 0
         assert {path.name for path in (tmp_path / "there").iterdir()} == {"my.key", "my.pub"}
@@ -99,15 +90,6 @@ class TestAsking:
         (row,) = outcome.data
         assert (row["agent"], row["level"], row["endpoint"]) == ("decode-0", "read", agent.remote_address)
 
-    def test_keys_from_the_users_file_and_the_environment(
-        self, home: Path, kvctl: Any, agent: AdminServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        public = read_public(str(home / "fleet.pub")).hex()
-        (home.parent / "config.toml").write_text(f'server_key = "{public}"\nkey = "stranger"\n')
-        assert kvctl("-e", agent.remote_address, "status").code == ExitCode.NOT_PERMITTED
-        monkeypatch.setenv("KVCTL_KEY", "default")
-        assert kvctl("-e", agent.remote_address, "status").code == ExitCode.OK
-
     def test_a_strangers_key_exits_5_and_names_it(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
         outcome = self.ask(kvctl, agent, "--server-key", str(home / "fleet.pub"), "--key", "stranger")
         assert outcome.code == ExitCode.NOT_PERMITTED
@@ -124,11 +106,6 @@ class TestAsking:
         outcome = self.ask(kvctl, agent, "--server-key", str(home / "stranger.pub"))
         assert outcome.code == ExitCode.NOT_PERMITTED
         assert "its fleet_key is not" in outcome.err
-
-    def test_a_level_that_is_too_low_exits_5(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
-        outcome = self.ask(kvctl, agent, "--server-key", str(home / "fleet.pub"), command="events")
-        assert "events needs level operate, this client has read" in outcome.err
-        assert outcome.code in {ExitCode.NOT_PERMITTED, ExitCode.PARTIAL}
 
     def test_nobody_there_exits_3(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
         agent.close()
@@ -170,12 +147,6 @@ class TestMistakes:
         outcome = kvctl("-e", self.ADDRESS, "status")
         assert outcome.code == ExitCode.USAGE
         assert "--server-key" in outcome.err
-
-    def test_a_server_key_that_is_none(self, kvctl: Any) -> None:
-        kvctl("key", "new")
-        outcome = kvctl("-e", self.ADDRESS, "--server-key", "abc", "status")
-        assert outcome.code == ExitCode.USAGE
-        assert "'abc' is neither a public key (64 hexadecimal digits)" in outcome.err
 
     @pytest.mark.parametrize("address", ["tcp://x", "tcp://:7", "tcp://x:*", "tcp://x:0", "tcp://x:70000", "udp://x:1"])
     def test_what_is_no_address(self, kvctl: Any, address: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -28,15 +27,6 @@ def test_the_page(log: Path, kvctl: Any) -> None:
     assert lines[0] == "✗ 1 critical, 1 warning   1 file"
     assert lines[2] == f"1. ✗ critical  sglang-prefill-lost  {log}:2"
     assert "  report    https://github.com/sgl-project/sglang/pull/6263" in lines
-
-
-def test_json(log: Path, kvctl: Any) -> None:
-    rows = json.loads(kvctl("logs", str(log), "-o", "json").out)["data"]
-    assert [(row["code"], row["engine"], row["lines"], row["line"]) for row in rows] == [
-        ("sglang-prefill-lost", "sglang", 1, 2),
-        ("vllm-lease-expired", "vllm", 1, 3),
-    ]
-    assert rows[0]["text"] == rows[0]["last"] == LINES["sglang-prefill-lost"]
 
 
 def test_nothing_found(tmp_path: Path, kvctl: Any) -> None:

@@ -134,14 +134,6 @@ def test_what_cannot_be_answered_is_an_error_of_the_tool(
     assert words in text(result)
 
 
-def test_a_fleet_without_agents_is_an_error_in_the_words_of_the_command_line(socket_directory: Path) -> None:
-    (result,) = over_stdio(calls(("status", {})), "-l", "role=decode")
-    assert (result.is_error, text(result)) == (
-        True,
-        f"kvctl: no agent found in {socket_directory}. Start some here: kvctl demo",
-    )
-
-
 def test_a_long_answer_is_cut_and_says_so(start: Any, canned: Any) -> None:
     rooms = [canned.room_row("decode-0", str(number)) for number in range(1000)]
     start("decode-0", {"rooms": lambda *given, **more: rooms})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.commands.registry import COMMANDS as COMMANDS_BY_NAME
-from kvctl.commands.registry import SECTIONS
 from kvctl.commands.settings import OUTPUTS
-from kvctl_agent.errors import AdminError
-from tests.support.admin_server import AdminServer
 
 PATIENCE = "30s"  # a busy machine answers late
 
@@ -51,13 +46,6 @@ def need(program: str) -> None:
         pytest.skip(f"{program} is not installed")
 
 
-def test_the_help_lists_every_command_once(shell: Shell) -> None:
-    listed = [name for names in SECTIONS.values() for name in names]
-    assert sorted(listed) == sorted(COMMANDS_BY_NAME)
-    shown = re.findall(r"^  (\w+)  +\S", shell("kvctl --help").stdout, re.MULTILINE)
-    assert shown == listed
-
-
 def test_json_goes_to_jq_and_tables_to_grep(shell: Shell, fleet: Any, canned: Any) -> None:
     need("jq")
     done = shell("kvctl rooms -o json | jq -r '.data[].room' | sort -u")
@@ -81,16 +69,6 @@ def test_from_cron_there_is_no_home_and_no_terminal(shell: Shell, fleet: Any) ->
     done = shell(f"cd {Path(__file__).parents[3]}; {bare} check all < /dev/null; echo $?")
     assert done.stdout.splitlines()[-1] in {"0", "1", "2"}
     assert done.stderr == ""
-
-
-def test_two_agents_of_one_name_are_refused_and_the_first_is_unharmed(shell: Shell, start: Any, canned: Any) -> None:
-    first = start("decode-0")
-    second = AdminServer("decode-0", canned.refusals(), lambda: canned.hello("decode-0"), first.path.parent)
-    with pytest.raises(AdminError, match="decode-0"):
-        second.start()
-    second.close()
-    done = shell("kvctl agents --columns agent,state")
-    assert (done.returncode, done.stdout) == (0, "AGENT     STATE\ndecode-0  ok\n")
 
 
 # ---- closed or full output streams ---------------------------------------------------------------------------

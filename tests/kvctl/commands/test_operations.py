@@ -187,14 +187,6 @@ class TestAbortSeveral:
         assert sorted(told) == [("decode-0", 1), ("prefill-0", 1)], "only decode-0's row is so old"
         assert {row["text"] for row in outcome.data} == {"late"}
 
-    def test_all_filters_hold(self, told: list[tuple[str, int]], kvctl: Any) -> None:
-        assert kvctl("rooms", "abort", "--filter", "age>2.5s", "--filter", "role=prefill", "--yes").code == 0
-        assert sorted(told) == [("decode-0", 2), ("prefill-0", 2), ("prefill-0", 3)]
-
-    def test_only_on_the_agents_that_are_chosen(self, told: list[tuple[str, int]], kvctl: Any) -> None:
-        assert kvctl("rooms", "abort", "--filter", "age>1s", "-e", "decode-0", "--yes").code == 0
-        assert sorted(told) == [("decode-0", 1), ("decode-0", 2)]
-
     def test_several_rooms_by_number(self, told: list[tuple[str, int]], kvctl: Any) -> None:
         assert kvctl("rooms", "abort", "3", "1", "3", "--yes").code == 0
         assert sorted(told) == [("decode-0", 1), ("prefill-0", 1), ("prefill-0", 3)]
@@ -209,13 +201,6 @@ class TestAbortSeveral:
         assert (outcome.code, outcome.out, told) == (0, "", [])
         assert outcome.err == "kvctl: no rooms match --filter: nothing was aborted\n"
         assert kvctl("rooms", "abort", "--filter", "age>1h", "--yes", "-o", "json").data == []
-
-    def test_one_agent_refuses(self, told: list[tuple[str, int]], start: Any, canned: ModuleType, kvctl: Any) -> None:
-        row = canned.room_row("prefill-1", "1", age_ns=9 * canned.S)
-        start("prefill-1", {"rooms": lambda _: [row], "abort": forbidden})
-        outcome = kvctl("rooms", "abort", "--filter", "age>5s", "--yes")
-        assert outcome.code == ExitCode.PARTIAL
-        assert sorted(told) == [("decode-0", 1), ("prefill-0", 1)]
 
     def test_an_agent_that_stopped_answering_is_asked_once(self, start: Any, canned: ModuleType, kvctl: Any) -> None:
         rows = [canned.room_row("decode-0", str(room)) for room in range(50)]
@@ -291,15 +276,6 @@ class TestWhoIsMeant:
         those = {"drain": "not draining: prefill-0, prefill-1", "resume": "draining: decode-0"}[command]
         assert f"name the agents, or use --all ({those})\n" in outcome.err
 
-    def test_nothing_is_left_to_do(self, start: Any, canned: ModuleType, kvctl: Any, command: str) -> None:
-        start("decode-0", {"status": lambda _: canned.status("decode-0") | {"draining": command == "drain"}})
-        assert "draining: none)" in kvctl(command, "--yes").err
-
-    def test_nobody_is_there(self, kvctl: Any, socket_directory: Path, command: str) -> None:
-        outcome = kvctl(command, "--yes")
-        assert outcome.code == 2
-        assert "name the agents, or use --all\n" in outcome.err
-
     def test_a_configured_fleet_is_not_a_choice(
         self, fleet: Any, kvctl: Any, command: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -355,12 +331,6 @@ def test_a_person_is_asked_and_may_say_no(fleet: Any, on_terminal: Any, args: tu
     assert code == ExitCode.FAILED
 
 
-def test_a_person_says_yes(fleet: Any, on_terminal: Any) -> None:
-    code, seen = answered(on_terminal("drain", "decode-1"), "y\n")
-    assert code == 0
-    assert "draining" in seen
-
-
 class TestProbe:
     def test_every_pair_one_after_the_other(self, fleet: Any, kvctl: Any) -> None:
         """decode-1 is suspect in this fleet and therefore omitted."""
@@ -372,14 +342,6 @@ class TestProbe:
             ("prefill-1", "decode-0"),
         ]
         assert [row["bytes"] for row in rows[:4]] == [64, 512, 4096, 16 << 20]
-
-    def test_one_pair_and_a_size(self, fleet: Any, kvctl: Any) -> None:
-        outcome = kvctl("peers", "probe", "prefill-1", "decode-0", "--bytes", "2MiB", "-o", "table")
-        assert outcome.code == 0
-        lines = outcome.out.splitlines()
-        assert lines[0].split()[:8] == ["AGENT", "PEER", "SIZE", "DESCRIPTORS", "WRITE", "PER", "DESCRIPTOR", "GB/S"]
-        assert lines[0].split()[8:] == ["LANE", "DEVICES", "KNOWN", "FROM"]
-        assert lines[-1].split()[:4] == ["prefill-1", "decode-0", "2", "MiB"]
 
     def test_the_counters_around_the_writes_tell_the_lane(self, start: Any, kvctl: Any, canned: ModuleType) -> None:
         probed = 0

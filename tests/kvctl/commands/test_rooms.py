@@ -112,14 +112,6 @@ def test_a_failed_room_is_one_row_with_its_first_cause(canned: Any, start: Any, 
     assert outcome.err == "kvctl: failed rooms no longer kept: 12 of decode-0 (failed_rooms)\n"
 
 
-def test_failed_rooms_on_a_terminal_are_counted_by_code(canned: Any, start: Any, kvctl: Any) -> None:
-    failing(canned, start)
-    summary, _, header, first, *_ = kvctl("rooms", "failed", "-o", "table").out.splitlines()
-    assert summary == "2 failed rooms   KV_PEER_LOST 1   ABORTED 1"
-    assert header.split()[:5] == ["ROOM", "AGO", "RANK", "CODE", "TEXT"]
-    assert first.split()[0] == "1"
-
-
 def many_failures(canned: Any, start: Any) -> None:
     """Four rooms that two prefill ranks lost with decode ranks, one that the operator aborted."""
 
@@ -186,17 +178,6 @@ def test_the_limit_is_that_of_all_agents(canned: Any, start: Any, kvctl: Any) ->
     outcome = kvctl("rooms", "-n", "4", "-o", "jsonl")
     assert len(outcome.out.splitlines()) == 4
     assert "only the first 4 are shown: raise --limit" in outcome.err
-
-
-def test_the_table_of_finished_rooms_says_when_they_ended(canned: Any, start: Any, kvctl: Any) -> None:
-    row = canned.room_row(
-        "decode-0", "1", state="Success", finished_at_ns=canned.NOW, age_ns=2 * canned.S, latency_ns=5
-    )
-    start("decode-0", {"history": lambda args: [row], "slow": lambda args: [row]})
-    for command in ("history", "slow"):
-        header, first, *_ = kvctl("rooms", command, "-o", "table").out.splitlines()
-        assert header.split()[:6] == ["ROOM", "AGENT", "ROLE", "STATE", "AGO", "LASTED"]
-        assert " 2 s " in first
 
 
 def test_failed_rooms_are_filtered_before_they_are_limited(canned: Any, start: Any, kvctl: Any) -> None:
@@ -277,16 +258,3 @@ def test_a_request_id_stands_for_its_room(canned: Any, start: Any, kvctl: Any) -
     unknown = kvctl("rooms", "show", "chatcmpl-1")
     assert unknown.code == 1
     assert "no agent knows a room of request chatcmpl-1: kvctl rooms -o wide" in unknown.err
-
-
-def test_a_request_id_without_agents_is_no_unknown_request(kvctl: Any) -> None:
-    outcome = kvctl("rooms", "show", "cmpl-1")
-    assert outcome.code == 3
-    assert "no agent found" in outcome.err
-
-
-def test_tables_have_the_request_id_where_a_rank_knows_it(fleet: Any, kvctl: Any) -> None:
-    wide = kvctl("rooms", "-o", "wide", "--columns", "agent,request_id").out.splitlines()
-    assert wide[0].split() == ["AGENT", "REQUEST"]
-    assert {tuple(line.split()) for line in wide[1:]} >= {("decode-0", "cmpl-7f3a"), ("prefill-0", "-")}
-    assert kvctl("rooms", "failed", "-o", "csv", "--columns", "request_id").out == "request_id\ncmpl-6\n"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvctl.client.clock import ClockOffset
 from kvctl.commands.events import Follower
@@ -105,145 +108,84 @@ def test_events_of_a_severity_and_worse(fleet: Any, kvctl: Any) -> None:
     assert kvctl("events", "--severity", "error", "-o", "json").data == []
 
 
-class Recorder:
-    """A bounded ring of numbered events, like an agent's flight recorder."""
+class Life:
+    """A process of an agent with a bounded ring of numbered events, like its flight recorder."""
 
-    def __init__(self, capacity: int = 1000) -> None:
-        self.first = self.end = 0
-        self.capacity = capacity
+    def __init__(self, name: str, incarnation: str, capacity: int) -> None:
+        self.name, self.incarnation, self.capacity = name, incarnation, capacity
+        self.end = 0
 
-    def record(self, count: int) -> None:
-        self.end += count
-        self.first = max(self.first, self.end - self.capacity)
-
-    def answer(self, args: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         since, limit = args.get("since"), args["limit"]
-        begin = max(self.first, self.end - limit) if since is None else max(since, self.first)
+        first = max(0, self.end - self.capacity)
+        begin = max(first, self.end - limit) if since is None else max(since, first)
         chosen = range(begin, min(self.end, begin + limit))
         follow = chosen[-1] + 1 if chosen else (self.end if since is None or since >= self.end else begin)
-        dropped = 0 if since is None else max(0, self.first - since)
-        return {"events": [_event(number) for number in chosen], "next": follow, "dropped": dropped}
-
-
-def _event(number: int) -> dict[str, Any]:
-    return {"sequence": number, "at_ns": number, "severity": "info"}
+        rows = [{"sequence": number, "at_ns": number, "life": self} for number in chosen]
+        agent = SimpleNamespace(name=self.name, hello={"incarnation": self.incarnation}, clock=ClockOffset(0, 0))
+        return agent, {"events": rows, "next": follow, "dropped": 0}
 
 
 class Printed:
-    """Output that records the numbers of events and the notes."""
+    """Output that records the events of each process, and the notes."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
+        self.numbers: dict[Life, list[int]] = {}
         self.notes: list[str] = []
 
     def stream(self, view: Any, rows: Any) -> None:
-        self.numbers += [row["sequence"] for row in rows]
+        for row in rows:
+            self.numbers.setdefault(row["life"], []).append(row["sequence"])
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
 
-def reading(follower: Follower, printed: Printed, /, **recorders: tuple[str, Recorder]) -> None:
+def read(follower: Follower, printed: Printed, *lives: Life) -> None:
     (call,) = follower.calls()
-    answers = [
-        (
-            SimpleNamespace(name=name, hello={"incarnation": life}, clock=ClockOffset(0, 0)),
-            recorder.answer(dict(call.args)),
-        )
-        for name, (life, recorder) in recorders.items()
-    ]
+    answers = [life.answer(dict(call.args)) for life in lives]
     follower(printed, SimpleNamespace(at_ns=10**9, tick_ns=10**9, hosts={}, answers=lambda _: answers))  # type: ignore[arg-type]
 
 
-def everything(_: Any) -> bool:
-    return True
+STEP = st.tuples(
+    st.integers(0, 2), st.sampled_from(["record", "record", "restart", "die", "silent"]), st.integers(1, 40)
+)
 
 
-def test_each_event_is_printed_once() -> None:
-    follower, printed, recorder = Follower(everything, None, 100), Printed(), Recorder()
-    for count in (3, 0, 2, 0, 250, 0, 0, 0):
-        recorder.record(count)
-        reading(follower, printed, a=("1", recorder))
-    assert printed.numbers == list(range(255))
-    assert printed.notes == []
-
-
-def test_a_new_life_is_followed_from_its_beginning() -> None:
-    follower, printed, recorder = Follower(everything, None, 100), Printed(), Recorder()
-    recorder.record(50)
-    reading(follower, printed, a=("1", recorder))
-    printed.numbers.clear()
-    anew = Recorder()
-    anew.record(4)
-    reading(follower, printed, a=("2", anew))
-    reading(follower, printed, a=("2", anew))
-    anew.record(1)
-    reading(follower, printed, a=("2", anew))
-    assert printed.numbers == [0, 1, 2, 3, 4]
-    assert printed.notes == ["a: restarted"]
-
-
-def test_one_that_has_ended_and_one_with_its_name_are_two() -> None:
-    follower, printed, before, anew = Follower(everything, None, 10), Printed(), Recorder(), Recorder()
-    before.record(50)
-    reading(follower, printed, a=("1", before))
-    before.record(2)
-    anew.record(3)
-    printed.numbers.clear()
-    for _ in range(3):
-        reading(follower, printed, **{"a": ("2", anew), "a.ended-4711": ("1", before)})
-    assert sorted(printed.numbers) == [0, 1, 2, 50, 51]
-    assert printed.notes == ["a: restarted"]
-
-
-def test_a_restart_beside_one_that_runs_for_long_repeats_and_loses_nothing() -> None:
-    follower, printed, long, short = Follower(everything, None, 10), Printed(), Recorder(), Recorder()
-    long.record(5000)
-    reading(follower, printed, a=("1", long), b=("1", short))
-    reading(follower, printed, a=("1", long), b=("2", short))
-    printed.numbers.clear()
-    for _ in range(4):
-        long.record(3)
-        short.record(1)
-        reading(follower, printed, a=("1", long), b=("2", short))
-    assert sorted(printed.numbers) == [0, 1, 2, 3, *range(5000, 5012)]
-    long.record(14)
-    reading(follower, printed, a=("1", long), b=("2", short))
-    assert printed.notes == ["b: restarted", "a: 4 events were lost between two readings: read more often, -w 0.5"]
-
-
-def test_one_that_was_silent_is_caught_up_with() -> None:
-    follower, printed = Follower(everything, None, 100), Printed()
-    quiet, busy = Recorder(), Recorder()
-    quiet.record(2)
-    reading(follower, printed, quiet=("1", quiet), busy=("1", busy))
-    for _ in range(3):
-        quiet.record(1)
-        busy.record(20)
-        reading(follower, printed, busy=("1", busy))
-    printed.numbers.clear()
-    for _ in range(2):
-        reading(follower, printed, quiet=("1", quiet), busy=("1", busy))
-    assert printed.numbers == [2, 3, 4]
-    assert printed.notes == []
-
-
-def test_what_was_lost_is_said_for_the_one_that_lost_it() -> None:
-    follower, printed = Follower(everything, None, 100), Printed()
-    small, large = Recorder(capacity=5), Recorder()
-    for _ in range(2):
-        small.record(3)
-        large.record(3)
-        reading(follower, printed, small=("1", small), large=("1", large))
-    assert printed.notes == []
-    small.record(12)
-    large.record(12)
-    reading(follower, printed, small=("1", small), large=("1", large))
-    assert printed.notes == ["small: 7 events were lost between two readings: read more often, -w 0.5"]
+@settings(max_examples=300, deadline=None)
+@given(st.lists(STEP, max_size=12), st.integers(5, 30), st.lists(st.integers(5, 200), min_size=3, max_size=3))
+def test_each_event_is_printed_once_or_said_to_be_lost(steps: list[Any], limit: int, capacities: list[int]) -> None:
+    """However processes are restarted, die beside their successors, or do not answer for a while."""
+    follower, printed = Follower(lambda _: True, None, limit), Printed()
+    lives = [Life(f"a{number}", "0", capacity) for number, capacity in enumerate(capacities)]
+    ended: list[Life] = []
+    read(follower, printed, *lives)
+    for which, what, count in steps:
+        life, silent = lives[which], None
+        if what == "silent":
+            silent = life
+        elif what != "record":
+            if what == "die":  # its observer answers for it from now on
+                life.name += ".ended-4711"
+                ended.append(life)
+            lives[which] = Life(f"a{which}", f"{int(life.incarnation) + 1}", life.capacity)
+        lives[which].end += count
+        read(follower, printed, *(each for each in (*lives, *ended) if each is not silent))
+    for _ in range(60):
+        read(follower, printed, *lives, *ended)
+    missed = 0
+    for numbers in printed.numbers.values():
+        assert numbers == sorted(set(numbers))
+        missed += numbers[-1] - numbers[0] + 1 - len(numbers)
+    assert all(printed.numbers.get(life, [-1])[-1] == life.end - 1 for life in (*lives, *ended) if life.end)
+    lost = [int(found[1]) for note in printed.notes if (found := re.search(r": (\d+) events were lost", note))]
+    assert sum(lost) == missed
+    restarts = sum(what in ("restart", "die") for _, what, _ in steps)
+    assert sum("restarted" in note for note in printed.notes) == restarts
 
 
 def test_only_the_first_reading_looks_back_a_while() -> None:
-    follower, printed, recorder = Follower(everything, 10**9 - 7, 100), Printed(), Recorder()
-    recorder.record(10)
-    reading(follower, printed, a=("1", recorder))
-    assert printed.numbers == [7, 8, 9]
+    follower, printed, life = Follower(lambda _: True, 10**9 - 7, 100), Printed(), Life("a", "1", 100)
+    life.end = 10
+    read(follower, printed, life)
+    assert printed.numbers == {life: [7, 8, 9]}

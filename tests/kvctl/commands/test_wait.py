@@ -17,7 +17,6 @@ from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.commands.wait import Drained, Ready
-from tests.support.answers import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +36,6 @@ def test_ready_at_once(fleet: Any, kvctl: Any) -> None:
     outcome = kvctl("wait", "--for", "ready")
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "kvctl: 4 agents ready\n")
     assert kvctl("wait", "--for", "ready", "-q").err == ""
-
-
-def test_ready_after_a_while(start: Any, kvctl: Any, canned: Any) -> None:
-    start("prefill-0", changing(canned, "prefill-0", {"not_ready": "missing tp=1"}, {"not_ready": None}))
-    assert kvctl("wait", "--for", "ready").code == 0
 
 
 def test_time_is_up_and_says_who_was_missing(start: Any, kvctl: Any, canned: Any) -> None:
@@ -73,28 +67,6 @@ def test_a_terminal_sees_who_is_missing_on_one_line(start: Any, canned: Any) -> 
     assert out == b""
 
 
-def test_agents_that_have_not_started_are_missing(start: Any, kvctl: Any) -> None:
-    assert "no agent is there yet" in kvctl("wait", "--for", "ready", "--timeout", "10ms").err
-    start("decode-0")
-    outcome = kvctl("wait", "--for", "ready", "--agents", "2", "--timeout", "10ms")
-    assert outcome.code == 4
-    assert "1 of 2 agents there" in outcome.err
-
-
-def test_drained_when_no_room_is_active(start: Any, kvctl: Any, canned: Any) -> None:
-    busy = {"draining": True, "rooms": {"Transferring": 2, "Success": 1}}
-    start("decode-0", changing(canned, "decode-0", busy, {"draining": True, "rooms": {"Success": 1}}))
-    outcome = kvctl("wait", "--for", "drained")
-    assert (outcome.code, outcome.err) == (0, "kvctl: 1 agent drained\n")
-
-
-def test_an_agent_that_does_not_say_is_missing(start: Any, kvctl: Any) -> None:
-    start("decode-0", {"status": refusal()})
-    outcome = kvctl("wait", "--for", "ready", "--timeout", "10ms")
-    assert outcome.code == 4
-    assert "decode-0: boom" in outcome.err
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -108,10 +80,6 @@ def test_wrong_usage(args: tuple[str, ...], words: str, kvctl: Any) -> None:
     outcome = kvctl("wait", *args)
     assert outcome.code == 2
     assert words in outcome.err
-
-
-def test_how_long_an_agent_may_take_stands_before_the_command(fleet: Any, kvctl: Any) -> None:
-    assert kvctl("--timeout", "1500ms", "wait", "--for", "ready").code == 0
 
 
 def survey(faults: tuple[str, ...] = (), code: str = FaultCode.TIMEOUT, **statuses: dict[str, Any]) -> Survey:

@@ -31,10 +31,6 @@ def line(code: str) -> bytes:
     return LINES[code].encode() + b"\n"
 
 
-def test_nothing_known() -> None:
-    assert of(NOISE * 1000, b"") == []
-
-
 def test_counts_places_and_texts() -> None:
     first, second = line("sglang-prefill-lost"), line("vllm-lease-expired")
     found = of(NOISE * 3 + first + NOISE + first.replace(b"10.0.0.1", b"10.0.0.9"), NOISE + second)
@@ -44,13 +40,6 @@ def test_counts_places_and_texts() -> None:
     ]
     assert "10.0.0.1" in found[0].text
     assert "10.0.0.9" in found[0].last
-
-
-def test_the_most_severe_first() -> None:
-    assert [each.signature.code for each in of(line("vllm-lease-expired") + line("nixl-backend"))] == [
-        "nixl-backend",
-        "vllm-lease-expired",
-    ]
 
 
 def test_lines_that_end_with_the_file() -> None:

@@ -157,19 +157,6 @@ def test_one_slow_source_costs_the_others_nothing(tmp_path: Path, at_best: Any) 
     assert all(found[url].faults[0].code == "timeout" for url in urls)
 
 
-def test_a_file_is_read_again_while_the_fleet_is_watched(tmp_path: Path) -> None:
-    path = tmp_path / "list"
-    path.write_text("tcp://a:1\n")
-    url = f"file://{path}"
-    sources = AgentSources(NO_KEYS, 60 * S)
-    assert addresses(sources.find([url])[url]) == ["tcp://a:1"]
-    path.write_text("tcp://a:1\ntcp://b:1\n")
-    deadline = time.monotonic() + 60
-    while len(found := addresses(sources.find([url])[url])) < 2:
-        assert time.monotonic() < deadline, f"the new line was not read: {found}"
-    sources.close()
-
-
 def test_no_command_is_left_when_kvctl_ends_before_it(tmp_path: Path) -> None:
     """As on Ctrl-C, which closes the sources while the command runs."""
     pid = tmp_path / "pid"

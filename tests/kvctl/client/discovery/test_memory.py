@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvctl.client.discovery.memory import KEPT_NS, MAX_FILES, MAX_GONE, Memory, forget, path_of
-from kvctl.client.discovery.source import AgentSources, ago
+from kvctl.client.discovery.source import AgentSources
 from kvctl.client.endpoints import Endpoint, Gone, endpoint_of
 from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS
@@ -58,13 +55,6 @@ def test_who_is_named_no_more_has_vanished_for_a_day(cache: Path) -> None:
     assert names(again.update(at("a", "b"), (), now + 2 * KEPT_NS)) == []
     assert stat.S_IMODE(path_of(URL).stat().st_mode) == 0o600
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-
-
-def test_a_source_that_remembers_tells_it_itself() -> None:
-    now = time.time_ns()
-    memory = Memory(URL)
-    (gone,) = memory.update(at("a"), (Gone(at("b")[0], now - 5 * S, "node-1"),), now)
-    assert (gone.seen_ns, gone.host) == (now - 5 * S, "node-1")
 
 
 def test_agents_are_remembered_by_the_names_that_they_say() -> None:
@@ -185,11 +175,6 @@ def test_one_that_comes_back_at_another_address_has_not_vanished(
     assert survey.vanished() == []
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (99, "99 s"), (100, "1 min"), (6000, "1 h"), (-5, "0 s")])
-def test_ages_are_short(seconds: float, text: str) -> None:
-    assert ago(round(seconds * S)) == text
-
-
 def test_without_a_home_directory_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """In /tmp, another user could have made the directory of that name, or a link in its place."""
 
@@ -202,19 +187,3 @@ def test_without_a_home_directory_nothing_is_remembered(monkeypatch: pytest.Monk
     memory.learn({"tcp://a:1": ("decode-0", "n1")})
     assert not path_of(URL).is_relative_to("/tmp")
     assert Memory(URL).last(time.time_ns())[0] == ()
-
-
-def test_status_w_says_once_who_has_vanished(kvctl: Any, fleet: Any, socket_directory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "list"
-    path.write_text(f"{socket_directory}/decode-0.sock\n{socket_directory}/decode-1.sock\n")
-    url = f"file://{path}"
-    assert kvctl("agents", "-e", url).code == 0
-    path.write_text(f"{socket_directory}/decode-0.sock\n")
-    command = [sys.executable, "-m", "kvctl", "status", "-w", "0.1", "-e", url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(4)]
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert all(lines)
-    assert errors.count("decode-1 on node-3 vanished") == 1

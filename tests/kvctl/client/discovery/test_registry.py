@@ -6,11 +6,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 from zmq.utils import z85
@@ -18,11 +16,10 @@ from zmq.utils import z85
 from kvctl.client.calls import Call
 from kvctl.client.discovery import open_source, registry_source
 from kvctl.client.discovery.source import Found, SourceError
-from kvctl.client.endpoints import Endpoint, endpoint_of
+from kvctl.client.endpoints import endpoint_of
 from kvctl.client.fanout import Fanout
 from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS, KeyNames
-from kvctl.errors import CliError
 from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.host.keys import KeyPair, secret_text
 from kvctl_agent.protocol import bootstrap_registry as registry
@@ -145,35 +142,6 @@ def test_strangers_and_former_clients_are_refused(remote: Any, keys: Keys) -> No
         find(url_of(remote), keys.names)
 
 
-class LateFanout(Fanout):
-    """Asks when libzmq has already closed the new connection."""
-
-    def _route(self, endpoint: Endpoint) -> bytes:
-        is_new = endpoint not in self._routes
-        route = super()._route(endpoint)
-        if not is_new:
-            return route
-
-        def closed() -> bool:
-            try:
-                self._sockets[True].send_multipart([route, b"never read"], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                return error.errno == zmq.EHOSTUNREACH
-            return False
-
-        until(closed, "the connection is not closed")
-        return route
-
-
-def test_a_refusal_before_the_question_is_named_too(remote: Any, keys: Keys) -> None:
-    endpoint = endpoint_of(remote.bootstrap)
-    for names, reason in ((keys.stranger, "refuses this client's key"), (None, "requires a key: give --server-key")):
-        with LateFanout(names) as fanout:
-            replies = fanout.ask([(endpoint, Call("agents")), (endpoint, Call("hello"))], 60 * S)
-        assert [reply.fault is not None and reply.fault.code for reply in replies] == ["not-permitted"] * 2
-        assert all(reason in str(reply.fault) for reply in replies)
-
-
 def test_without_keys_the_agents_of_this_host_are_found_by_their_unix_sockets(make_fleet: Any, keys: Keys) -> None:
     fleet = make_fleet()
     fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
@@ -202,57 +170,6 @@ def test_agents_of_another_host_without_an_endpoint_are_named_with_the_remedy(ma
     assert all("has only a Unix socket, on host node-7: set admin_endpoint" in fault.message for fault in found.faults)
 
 
-class OldRank(msgspec.Struct, frozen=True):
-    """`Rank` as agents of before this list send it."""
-
-    name: str
-    endpoint: str
-    incarnation: int
-    coord: list[int]
-    sizes: list[int]
-
-
-class OldRegister(msgspec.Struct, frozen=True, tag="register"):
-    rank: OldRank
-
-
-class OldLookup(msgspec.Struct, frozen=True, tag="lookup"):
-    name: str
-
-
-@pytest.fixture
-def wire(zmq_context: Any) -> Iterator[Any]:
-    """`wire(endpoint)`: a DEALER connected to it."""
-    made: list[Any] = []
-
-    def connect(endpoint: str) -> Any:
-        made.append(zmq_context.socket(zmq.DEALER))
-        made[-1].linger = 0
-        made[-1].connect(endpoint)
-        return made[-1]
-
-    yield connect
-    for each in made:
-        each.close()
-
-
-def test_agents_of_before_are_served_and_named_as_too_old(make_fleet: Any, wire: Any) -> None:
-    fleet = make_fleet(prefill=(1, 2))
-    fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
-    fleet.prefill.append(fleet.prefill_agent(0).start())
-    socket = wire(fleet.bootstrap)
-    old = OldRank("prefill-1", "tcp://127.0.0.1:1", 1, [0, 0, 0, 1], [1, 1, 1, 2])
-    for request in (OldRegister(old), OldLookup("decode-0")):
-        socket.send(msgspec.msgpack.encode(request))
-        assert socket.poll(60_000)
-        roster = registry.decode_roster(socket.recv())
-        assert not roster.refused
-    found = until(lambda: each if (each := find(url_of(fleet))).endpoints else None, "prefill-0 is not listed")
-    assert [each.name for each in found.endpoints] == ["prefill-0"]
-    assert {fault.agent for fault in found.faults} == {"prefill-1", "decode-0"}
-    assert all("its agent is too old (update it)" in fault.message for fault in found.faults)
-
-
 def test_a_registry_of_before_and_other_servers_are_told_from_a_registry(zmq_context: Any, kvctl: Any) -> None:
     with zmq_context.socket(zmq.ROUTER) as old:  # drops requests of several frames
         port = old.bind_to_random_port("tcp://127.0.0.1")
@@ -260,14 +177,6 @@ def test_a_registry_of_before_and_other_servers_are_told_from_a_registry(zmq_con
             find(f"registry://127.0.0.1:{port}", timeout_s=1.0)
         outcome = kvctl("-e", f"registry://127.0.0.1:{port}", "status", "--timeout", "300ms")
         assert (outcome.code, outcome.err.count("\n")) == (4, 1)
-
-
-@pytest.mark.parametrize(
-    "url", ["registry://", "registry://host", "registry://host:0", "registry://h:1/x", "registry://h:99999"]
-)
-def test_a_malformed_url_is_a_usage_error(url: str) -> None:
-    with pytest.raises(CliError, match="write registry://HOST:PORT"):
-        open_source(url, NO_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -434,22 +343,3 @@ def test_the_list_is_whole_while_ranks_come_and_go(remote: Any, keys: Keys) -> N
     assert len(seen) > 4
     assert all({"prefill-0"} <= names <= NAMES for names in seen)
     listed(url, keys.names)
-
-
-def test_a_decode_rank_of_several_instances_is_known_to_each_and_asked_once(make_fleet: Any, keys: Keys) -> None:
-    port = free_port()
-    config = {"host": ELSEWHERE, "admin_endpoint": f"tcp://0.0.0.0:{port}+", **keys.config}
-    first, second = (make_fleet(prefill=(1, 1), **config) for _ in range(2))
-    for fleet in (first, second):
-        fleet.bootstrap = f"tcp://127.0.0.1:{free_port()}"
-    first.start()
-    second.prefill.append(second.prefill_agent(0, name="other-prefill-0").start())
-    first.decode[0].connect(second.bootstrap)
-    until(lambda: len(first.decode[0].serving()) == 2, "the decode rank does not serve both instances")
-    urls = [url_of(fleet) for fleet in (first, second)]
-    for url, names in zip(urls, ({"prefill-0", "decode-0"}, {"other-prefill-0", "decode-0"}), strict=True):
-        assert {each.name for each in find(url, keys.names).endpoints} == names
-    with Fleet(urls, {}, 60 * S, keys.names) as asked:
-        survey = asked.survey()
-    assert sorted(agent.name for agent in survey.agents) == ["decode-0", "other-prefill-0", "prefill-0"]
-    assert survey.faults == []

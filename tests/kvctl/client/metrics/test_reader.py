@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.client.calls import Call
 from kvctl.client.endpoints import endpoint_of
 from kvctl.client.faults import FaultCode
 from kvctl.client.fleet import Fleet, Survey
@@ -19,7 +18,7 @@ from kvctl.client.metrics.reader import MetricsReader
 from kvctl.client.metrics.scrape import parse
 from kvctl.errors import CliError
 from kvctl_agent.contract.snapshots import Status
-from tests.support.exporter import Exporter, closed_port, recorded
+from tests.support.exporter import Exporter, recorded
 from tests.support.http_answers import serving
 
 S = 1_000_000_000
@@ -87,13 +86,6 @@ def test_a_prefill_server_of_sglang() -> None:
     assert 0 < status["latency"]["p50_ns"] < status["latency"]["p99_ns"] <= S
     assert status["uptime_ns"] is None
     assert status["ring"] is None
-
-
-def test_a_decode_server_of_sglang() -> None:
-    status = status_of("sglang-decode")
-    assert status["role"] == "decode"
-    assert status["rooms"] == {"Bootstrapping": 0, "WaitingForInput": 0, "Transferring": 0}
-    assert status["latency"] == {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
 
 
 def test_failed_requests_are_not_done() -> None:
@@ -191,27 +183,6 @@ def test_secrets_of_a_url_are_not_shown() -> None:
     with pytest.raises(CliError, match="write metrics://host:port") as caught:
         endpoint_of("http://user:hunter2@h:1/?token=hunter2")
     assert "hunter2" not in str(caught.value)
-
-
-def test_labels_select_them() -> None:
-    with Exporter(recorded("sglang-prefill")) as prefill, Exporter(recorded("sglang-decode")) as decode:
-        found = survey(prefill.url, decode.url, role="decode")
-    assert [agent.name for agent in found.agents] == [decode.place]
-    assert found.filtered == 1
-
-
-def test_what_metrics_do_not_answer_is_a_fault() -> None:
-    with Exporter(recorded("sglang-prefill")) as server:
-        (fault,) = survey(server.url, calls=(Call("rooms"),)).faults
-    assert (fault.agent, fault.code) == (server.place, FaultCode.METRICS_ONLY)
-
-
-def test_a_server_that_does_not_answer_beside_one_that_does() -> None:
-    place = f"127.0.0.1:{closed_port()}"
-    with Exporter(recorded("sglang-prefill")) as server:
-        found = survey(server.url, f"metrics://{place}")
-    assert [agent.name for agent in found.agents] == [server.place]
-    assert [(fault.agent, fault.code) for fault in found.faults] == [(place, FaultCode.UNREACHABLE)]
 
 
 def test_many_at_once() -> None:
