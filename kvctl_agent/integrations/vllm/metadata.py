@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvctl_agent import prompt_digest, room_number
-from kvctl_agent.contract.states import MAX_ROOM
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.request_id import valid_traceparent
@@ -23,9 +22,6 @@ TRANSFER_ID = "transfer_id"
 PREFILL = "kvctl_prefill"
 TRACEPARENT = "traceparent"
 
-Transfer = str | int
-"""Id of a transfer: a text whose hash is the room, or the room itself, such as a `bootstrap_room` of SGLang."""
-
 Blocks = tuple[list[int], ...]
 """Blocks of each KV cache group that takes part in transfers, in vLLM's order."""
 
@@ -35,14 +31,14 @@ class SendRequest(NamedTuple):
 
     Attributes:
         request: vLLM's id of the request.
-        transfer: id of the transfer, which has the room.
+        transfer: id of the transfer, whose hash is the room.
         traceparent: W3C trace context of the request; "" without one.
         tokens: tokens of the prompt that are sent.
         digest: of the prompt, as `digest_of`.
     """
 
     request: str
-    transfer: Transfer
+    transfer: str
     traceparent: str
     tokens: int
     digest: int | None
@@ -71,7 +67,7 @@ class ReceiveRequest(NamedTuple):
 
     Attributes:
         request: vLLM's id of the request.
-        transfer: id of the transfer, which has the room.
+        transfer: id of the transfer, whose hash is the room.
         prefill: endpoint of the registry of the prefill instance.
         traceparent: W3C trace context of the request; "" without one.
         blocks: for each group the blocks to fill.
@@ -81,7 +77,7 @@ class ReceiveRequest(NamedTuple):
     """
 
     request: str
-    transfer: Transfer
+    transfer: str
     prefill: str
     traceparent: str
     blocks: Blocks
@@ -112,8 +108,8 @@ class KvctlMetadata(KVConnectorMetadata):
     receives: list[ReceiveRequest] = field(default_factory=list)
     aborted: list[tuple[str, str]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    refused: list[tuple[Transfer, str, str]] = field(default_factory=list)
-    expected: dict[str, list[Transfer]] = field(default_factory=dict)
+    refused: list[tuple[str, str, str]] = field(default_factory=list)
+    expected: dict[str, list[str]] = field(default_factory=dict)
     computes: bool = True
 
 
@@ -152,21 +148,14 @@ def traceparent_of(request: Any) -> str:
     return own or valid_traceparent(text_of(request.trace_headers or {}, TRACEPARENT))
 
 
-def transfer_of(params: Mapping[str, Any], default: Transfer = "") -> Transfer:
+def transfer_of(params: Mapping[str, Any], default: str = "") -> str:
     """Returns the id of the transfer that the parameters name; `default` if they name none that has a room."""
-    value = params.get(TRANSFER_ID)
-    if not isinstance(value, Transfer) or isinstance(value, bool):
-        return default
+    transfer = text_of(params, TRANSFER_ID)
     try:
-        room = room_of(value)
+        room_number(transfer)
     except LocalProtocolError:
         return default
-    return value if 0 <= room <= MAX_ROOM else default
-
-
-def room_of(transfer: Transfer) -> int:
-    """Returns the room of a transfer."""
-    return transfer if isinstance(transfer, int) else room_number(transfer)
+    return transfer
 
 
 def text_of(params: Mapping[str, Any], name: str) -> str:
