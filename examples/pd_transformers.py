@@ -204,7 +204,7 @@ class PagedKV:
         aux = self.first_tokens.view(torch.uint8).view(-1, 8)
         planes = [list(plane) for plane in zip(*self.tensors, strict=True)]
         if self.latent:
-            return KVPool.mla(planes[0], page_size=self.page_size, aux=aux)
+            return KVPool.from_tensors(planes[0], None, page_size=self.page_size, aux=aux)
         k, v = planes
         return KVPool.from_tensors(k, v, page_size=self.page_size, total_kv_heads=KV_HEADS, aux=aux)
 

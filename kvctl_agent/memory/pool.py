@@ -1,8 +1,8 @@
 """The KV pool of one rank: all memory of the engine that transfers read or write.
 
 A pool has KV, the KV of a draft model, per-request state and aux rows. It is in the memory of the host or of one
-device, except for aux rows, which are always in host memory. A pool either wraps an engine's tensors (`from_tensors`,
-`mla`; torch or numpy, without importing torch) or allocates its own memory (`allocate`, used by the synthetic worker).
+device, except for aux rows, which are always in host memory. A pool either wraps an engine's tensors (`from_tensors`;
+torch or numpy, without importing torch) or allocates its own memory (`allocate`, used by the synthetic worker).
 Shapes and devices are checked here once, so that copies need no checks.
 """
 
@@ -29,15 +29,12 @@ from kvctl_agent.memory.pool_layouts import place_segment
 from kvctl_agent.memory.region import Region, merge_adjacent
 from kvctl_agent.memory.segment import SegmentMemory
 from kvctl_agent.memory.tensors import (
-    KV_AXES,
     Buffer,
     DraftKV,
     GroupTensors,
     StateTensors,
     Tensors,
     TensorSpec,
-    buffers_at,
-    check_axes,
     check_layers,
     check_no_overlap,
     common_device,
@@ -78,7 +75,7 @@ class KVPool:
         shapes: tuple[ModelShape | KVGroup | StateShape, ...] = (),
         dtypes: Mapping[str, str] | None = None,
     ) -> None:
-        """Wraps checked memory. Use `from_tensors`, `mla` or `allocate` instead.
+        """Wraps checked memory. Use `from_tensors` or `allocate` instead.
 
         Args:
             owner: Object whose reference keeps the memory of tensors alive.
@@ -102,10 +99,10 @@ class KVPool:
     def from_tensors(
         cls,
         k: Tensors,
-        v: Tensors,
+        v: Tensors | None,
         *,
         page_size: int,
-        total_kv_heads: int,
+        total_kv_heads: int = 1,
         aux: Any = None,
         k_scale: Tensors | None = None,
         v_scale: Tensors | None = None,
@@ -122,14 +119,16 @@ class KVPool:
         `kv[..., k_dim:]`. Tensors may have any strides, equal in all layers, whose last dimension is contiguous.
 
         Args:
-            k: K of each layer, torch or numpy, `[tokens, heads_local, k_dim]`, all on the CPU or all on one GPU.
-            v: V of each layer, `[tokens, heads_local, v_dim]`, of the same dtype.
+            k: K of each layer, torch or numpy, `[tokens, heads_local, k_dim]`, all on the CPU or all on one GPU; or
+                latent rows, `[tokens, dim]` or `[tokens, 1, dim]`, which every tensor-parallel rank has (MLA).
+            v: V of each layer, `[tokens, heads_local, v_dim]`, of the same dtype; None for latents.
             page_size: Tokens per page; `tokens` must be a multiple of it.
-            total_kv_heads: KV heads of the model, from its configuration.
+            total_kv_heads: KV heads of the model, from its configuration; 1 for latents.
             aux: One row per request slot, `[slots, ...]`, contiguous, on the CPU; or a list of such tensors, or of
                 (address, nbytes, item_bytes) of host memory, of which an aux row consists in this order. The caller
                 keeps memory given by addresses alive.
-            k_scale, v_scale: For each layer the quantisation scales of each page, `[pages, heads_local, ...]`.
+            k_scale, v_scale: For each layer the quantisation scales of each page, `[pages, heads_local, ...]`; of
+                latents k_scale, `[pages, ...]`.
             draft: The draft model's layers, if this rank has them.
             state: The components of per-request state, in the same order on all ranks.
             groups: The KV groups, in the same order on all ranks.
@@ -146,101 +145,6 @@ class KVPool:
             DeviceUnavailable: the tensors are on a GPU, and the packages for GPUs are not installed.
         """
         kv = DraftKV(k, v, total_kv_heads, k_scale, v_scale, axes, dtype)
-        return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
-
-    @classmethod
-    def mla(
-        cls,
-        latent: Tensors,
-        *,
-        page_size: int,
-        aux: Any = None,
-        scale: Tensors | None = None,
-        draft: DraftKV | None = None,
-        state: Sequence[StateTensors] = (),
-        groups: Sequence[GroupTensors] = (),
-        axes: str | None = None,
-        overlaid: bool = False,
-        dtype: str = "",
-    ) -> KVPool:
-        """Wraps the tensors of a model with multi-head latent attention; every tensor-parallel rank has all of them.
-
-        Args:
-            latent: Latent rows of each layer, `[tokens, dim]` or `[tokens, 1, dim]`, all on one device.
-            scale: For each layer the quantisation scales of each page, `[pages, ...]`.
-            axes: Names of the dimensions, such as "pages tokens dim"; None for those above.
-
-        The other arguments and the exceptions are those of `from_tensors`.
-        """
-        kv = DraftKV(latent, None, 1, scale, axes=axes, dtype=dtype)
-        return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
-
-    @classmethod
-    def from_addresses(
-        cls,
-        k: Sequence[tuple[int, int, int]],
-        v: Sequence[tuple[int, int, int]] | None,
-        *,
-        page_size: int,
-        total_kv_heads: int,
-        heads: int,
-        k_dim: int,
-        v_dim: int = 0,
-        dtype_bytes: int,
-        axes: str = KV_AXES,
-        gpu: int | None = None,
-        aux: Any = None,
-        draft: DraftKV | None = None,
-        state: Sequence[StateTensors] = (),
-        groups: Sequence[GroupTensors] = (),
-        overlaid: bool = False,
-        dtype: str = "",
-    ) -> KVPool:
-        """Wraps memory that an engine describes by addresses, as SGLang's KVArgs does; the caller keeps it alive.
-
-        Memory of the draft model, of state and of groups is described by `Buffer` objects in place of tensors.
-
-        Args:
-            k: For each layer (address, nbytes, item_bytes) of K, where an item is a page; or of latents.
-            v: The same of V; None for latents.
-            heads: KV heads on this rank; 1 for latents.
-            k_dim, v_dim: Elements of K and V per token and head.
-            dtype_bytes: Bytes of an element.
-            axes: Names of the dimensions of a page: "tokens heads dim", or "heads tokens dim" (HND).
-            gpu: Number of the GPU that has the memory; None for the host.
-            dtype: Elements of K and V, such as "bfloat16"; "" if unknown, which is compared with nothing.
-
-        The other arguments are those of `from_tensors`.
-
-        Raises:
-            MemoryLayoutError: a buffer or size is unusable; the text names the layer.
-            DeviceUnavailable: the memory is on a GPU, and the packages for GPUs are not installed.
-        """
-        names = check_axes(axes)
-        if "pages" in names:
-            raise MemoryLayoutError(f"axes is {axes!r}: it names the dimensions of a page, without pages")
-        sizes = {"tokens": page_size, "heads": heads, "dim": k_dim}
-        if v is not None:
-            sizes["v_dim"] = v_dim
-        sizes = {name: check_size(name, size, error=MemoryLayoutError) for name, size in sizes.items()}
-        page = tuple(sizes[axis] for axis in names)
-        buffers, v_buffers = buffers_at(k, "k" if v is not None else "latent", page, dtype_bytes, gpu), None
-        if v is not None:
-            v_buffers = buffers_at(v, "v", (*page[:-1], sizes["v_dim"]), dtype_bytes, gpu)
-        kv = DraftKV(buffers, v_buffers, total_kv_heads, axes=f"pages {' '.join(names)}", dtype=dtype)
-        return cls._of_tensors(kv, page_size, aux, draft, groups, state, overlaid)
-
-    @classmethod
-    def _of_tensors(
-        cls,
-        kv: DraftKV,
-        page_size: int,
-        aux: Any,
-        draft: DraftKV | None,
-        groups: Sequence[GroupTensors],
-        state: Sequence[StateTensors],
-        overlaid: bool,
-    ) -> KVPool:
         page_size = check_size("page_size", page_size, error=MemoryLayoutError)
         if not isinstance(draft, DraftKV | None):
             raise MemoryLayoutError(f"draft is {shown(draft)}: it must be a DraftKV")

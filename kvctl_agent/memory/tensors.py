@@ -166,29 +166,6 @@ class Buffer:
     gpu: int | None = None
 
 
-def buffers_at(buffers: object, plane: str, page: tuple[int, ...], dtype_bytes: int, gpu: int | None) -> list[Buffer]:
-    """Returns the buffers of all layers of one plane; `plane` is for error texts, the others as in `Buffer`.
-
-    Args:
-        buffers: For each layer (address, nbytes, item_bytes), where an item is a page.
-        page: Shape of a page.
-
-    Raises:
-        MemoryLayoutError: `buffers` is not of this form; the text names the layer.
-    """
-    check_layers(plane, buffers)
-    assert isinstance(buffers, Sequence)
-    result = []
-    for layer, buffer in enumerate(buffers):
-        if not isinstance(buffer, list | tuple) or len(buffer) != 3:
-            raise MemoryLayoutError(
-                f"layer {layer} {plane} is {shown(buffer)}: it must be (address, nbytes, item_bytes)"
-            )
-        address, nbytes, item_bytes = buffer
-        result.append(Buffer(address, nbytes, item_bytes, page, dtype_bytes, gpu=gpu))
-    return result
-
-
 def _inspect_buffer(buffer: Buffer, name: str) -> TensorInfo:
     """Checks and describes memory that is given by its address; `name` is for error texts.
 
@@ -353,7 +330,7 @@ class DraftKV:
     """KV tensors of a draft model, which uses the page numbers of the target model.
 
     Attributes:
-        k: K of each layer, or the latent rows if `v` is None, as for `KVPool.from_tensors` and `KVPool.mla`.
+        k: K of each layer, or the latent rows if `v` is None, as for `KVPool.from_tensors`.
         v: V of each layer; None for a latent.
         total_kv_heads: KV heads of the draft model; 1 for a latent.
         k_scale, v_scale: For each layer the scales of each page; scales of a latent are passed as `k_scale`.

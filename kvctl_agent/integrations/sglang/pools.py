@@ -20,6 +20,7 @@ from kvctl_agent import Buffer, DraftKV, KVPool, StateTensors
 from kvctl_agent.integrations.sglang.unsupported import INSTEAD
 
 _NHD = "nhd"
+_AXES = "pages tokens heads dim"
 
 # State components that are divided over tensor-parallel ranks as the KV heads are; MAMBA says so for each tensor. The
 # others are whole on every rank.
@@ -140,17 +141,13 @@ def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
         num_layers, heads, total_heads = len(kv) // 2, 1, tp_size
     k, v = (kv, None) if mla else (kv[:num_layers], kv[num_layers:])
     state, components = _state(args, facts, tp_size, num_layers, gpu, mla=mla)
-    pool = KVPool.from_addresses(
-        k,
-        v,
+    pool = KVPool.from_tensors(
+        _pages(k, page_size, heads, facts.element_bytes, gpu),
+        _pages(v, page_size, heads, facts.element_bytes, gpu) if v is not None else None,
         page_size=page_size,
         total_kv_heads=total_heads,
-        heads=heads,
-        k_dim=k[0][2] // (page_size * heads * facts.element_bytes),
-        v_dim=v[0][2] // (page_size * heads * facts.element_bytes) if v else 0,
-        dtype_bytes=facts.element_bytes,
+        axes=_AXES,
         dtype=facts.kv_dtype,
-        gpu=gpu,
         aux=list(zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)),
         draft=_draft(draft, page_size, facts, tp_size, gpu, mla=mla) if draft else None,
         state=state,
@@ -174,15 +171,21 @@ def _draft(
     if not mla and facts.nhd and facts.draft_heads == facts.heads:
         heads, total_heads = facts.heads, facts.total_heads
 
-    def buffers(part: Sequence[tuple[int, int, int]]) -> list[Buffer]:
-        return [Buffer(*each, (page_size, heads, each[2] // (page_size * heads)), gpu=gpu) for each in part]
-
     if facts.draft_mla:
-        heads = 1
-        return DraftKV(buffers(entries), axes="pages tokens heads dim", dtype=facts.draft_dtype)
+        return DraftKV(_pages(entries, page_size, 1, 1, gpu), axes=_AXES, dtype=facts.draft_dtype)
     half = len(entries) // 2
-    k, v = buffers(entries[:half]), buffers(entries[half:])
-    return DraftKV(k, v, total_heads, axes="pages tokens heads dim", dtype=facts.draft_dtype)
+    k, v = (_pages(part, page_size, heads, 1, gpu) for part in (entries[:half], entries[half:]))
+    return DraftKV(k, v, total_heads, axes=_AXES, dtype=facts.draft_dtype)
+
+
+def _pages(
+    entries: Sequence[tuple[int, int, int]], page_size: int, heads: int, element_bytes: int, gpu: int | None
+) -> list[Buffer]:
+    """Returns the pages of each layer of K, V or latents, whose axes are `_AXES`."""
+    return [
+        Buffer(*each, (page_size, heads, each[2] // (page_size * heads * element_bytes)), element_bytes, gpu=gpu)
+        for each in entries
+    ]
 
 
 class _Tensor(NamedTuple):

@@ -87,17 +87,16 @@ class WorkerPool:
             if number != self._main and names[number]
         ]
         main = self._kv(groups[self._main], names[self._main], tensors, total_kv_heads, cache_dtype)
-        common: dict[str, Any] = {
-            "page_size": self._page_tokens[self._main],
-            "axes": main.axes,
-            "dtype": main.dtype,
-            "groups": others,
-            "overlaid": bool(others),
-        }
-        if main.v is None:
-            self.pool = KVPool.mla(main.k, **common)
-        else:
-            self.pool = KVPool.from_tensors(main.k, main.v, total_kv_heads=total_kv_heads, **common)
+        self.pool = KVPool.from_tensors(
+            main.k,
+            main.v,
+            total_kv_heads=main.total_kv_heads,
+            page_size=self._page_tokens[self._main],
+            axes=main.axes,
+            dtype=main.dtype,
+            groups=others,
+            overlaid=bool(others),
+        )
 
     def pages(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> tuple[list[int], list[list[int]]]:
         """Returns the page numbers of the blocks of each group: those of the KV, and those of the agent's KV groups.

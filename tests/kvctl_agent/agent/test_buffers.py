@@ -20,7 +20,6 @@ PAGES, PAGE_SIZE, HEADS, DIM, SLOTS, LAYERS = 8, 4, 4, 3, 5, 2
 CHANNELS = {"conv_q": 4, "conv_k": 4, "conv_v": 8}  # of the whole model
 TAPS, CHANNEL_BYTES = 3, 2
 SSM_BYTES = 20  # of each of HEADS heads
-Triple = tuple[int, int, int]
 
 
 def shard(array: np.ndarray, axis: int, rank: int, tp: int) -> np.ndarray:
@@ -53,11 +52,8 @@ class Engine:
         return [each for plane in (*self.kv, *self.draft, self.ssm, self.conv) for each in plane]
 
     def pool(self) -> KVPool:
-        def triples(arrays: list[np.ndarray], items: int) -> list[Triple]:
-            return [(each.ctypes.data, each.nbytes, each.nbytes // items) for each in arrays]
-
         def buffers(arrays: list[np.ndarray], items: int, *shape: int, **more: Any) -> list[Buffer]:
-            return [Buffer(*triple, shape, **more) for triple in triples(arrays, items)]
+            return [Buffer(each.ctypes.data, each.nbytes, each.nbytes // items, shape, **more) for each in arrays]
 
         state = [
             StateTensors("ssm", buffers(self.ssm, SLOTS, HEADS // self.tp, SSM_BYTES), heads=HEADS, axis=1),
@@ -71,16 +67,15 @@ class Engine:
             )
             state.append(StateTensors(name, conv, heads=count, axis=2))
             before += local
-        heads = 2 * HEADS // self.tp
-        draft_k, draft_v = (buffers(plane, PAGES, PAGE_SIZE, heads, 2) for plane in self.draft)
-        return KVPool.from_addresses(
-            *(triples(plane, PAGES) for plane in self.kv),
+        heads = HEADS // self.tp
+        draft_k, draft_v = (buffers(plane, PAGES, PAGE_SIZE, 2 * heads, 2) for plane in self.draft)
+        k, v = (buffers(plane, PAGES, PAGE_SIZE, heads, DIM) for plane in self.kv)
+        return KVPool.from_tensors(
+            k,
+            v,
             page_size=PAGE_SIZE,
             total_kv_heads=HEADS,
-            heads=HEADS // self.tp,
-            k_dim=DIM,
-            v_dim=DIM,
-            dtype_bytes=1,
+            axes="pages tokens heads dim",
             draft=DraftKV(draft_k, draft_v, 2 * HEADS, axes="pages tokens heads dim"),
             state=state,
         )

@@ -111,10 +111,11 @@ class TestTensors:
         assert [region.device for region in pool.regions()].count(HOST) == 1
 
     def test_latents_scales_draft_and_state_too(self, opened: list[int]) -> None:
-        pool = KVPool.mla(
+        pool = KVPool.from_tensors(
             layers(2, (20, 1, 8)),
+            None,
             page_size=4,
-            scale=layers(2, (5, 2)),
+            k_scale=layers(2, (5, 2)),
             draft=DraftKV(layers(1, (20, 2, 8)), layers(1, (20, 2, 8)), 2),
             state=[StateTensors("conv", layers(2, (6, 3)))],
         )

@@ -386,44 +386,49 @@ class TestLayouts:
             wrap(layers(1, (12, 2, 8)), layers(1, (12, 2, 8)), state=[state])
 
 
-SIZES: dict[str, Any] = {"page_size": TOKENS, "total_kv_heads": 8, "heads": HEADS, "k_dim": DIM, "dtype_bytes": 2}
+def pages_at(address: int, nbytes: Any, item_bytes: Any, **more: Any) -> list[Buffer]:
+    return [Buffer(address, nbytes, item_bytes, (TOKENS, HEADS, DIM), 2, **more)]
+
+
+def wrap_pages(k: list[Buffer], v: list[Buffer] | None, **more: Any) -> KVPool:
+    return wrap(k, v, axes="pages tokens heads dim", **more)
 
 
 class TestAddresses:
     def test_buffers_of_items_are_pools_like_tensors(self) -> None:
         buffer = np.zeros(2 * PAGES * 200, np.uint8)
-        k, v = ((buffer.ctypes.data + start, PAGES * 200, 200) for start in (0, PAGES * 200))
-        pool = KVPool.from_addresses([k], [v], v_dim=4, **SIZES, axes="heads tokens dim")
+        k, v = (
+            [Buffer(buffer.ctypes.data + start, PAGES * 200, 200, (HEADS, TOKENS, dim), 2)]
+            for start, dim in ((0, DIM), (PAGES * 200, 4))
+        )
+        pool = wrap(k, v, axes="pages heads tokens dim")
         assert pool.shape() == ModelShape(1, 8, 8, 4, 2)
         assert pool.segments[0].addresses.strides == ((200, 16, 64), (200, 8, 32))
         assert (pool.num_pages, pool.dtypes) == (PAGES, {})
-        assert KVPool.from_addresses([k], [v], v_dim=4, dtype="bfloat16", **SIZES).dtypes == {"kv": "bfloat16"}
         pool.segments[0].elements(0, V)[2, 3, 1] = 1
         assert buffer.nonzero()[0].tolist() == [PAGES * 200 + 2 * 200 + 32 + 3 * 8 + byte for byte in range(8)]
 
-    def test_latents_and_gpus(self) -> None:
-        pool = KVPool.from_addresses([(4096, 3 * 64, 64)], None, **{**SIZES, "total_kv_heads": 1, "heads": 1})
+    def test_latents(self) -> None:
+        latents = [Buffer(4096, 3 * 64, 64, (TOKENS, 1, DIM), 2)]
+        pool = wrap_pages(latents, None, total_kv_heads=1)
         assert pool.shape() == ModelShape(1, 1, 8, 0, 2, kind="mla")
         assert pool.regions() == [(4096, 192, HOST)]
 
     @pytest.mark.parametrize(
         ("buffer", "more", "message"),
         [
-            ((4096, 384), {}, r"layer 0 k is .* it must be \(address, nbytes, item_bytes\)"),
             ((4096, 384, "128"), {}, "layer 0 k: item_bytes is '128'"),
             ((0, 384, 128), {}, "layer 0 k: address is 0"),
             ((4096, 381, 127), {}, r"layer 0 k: an item of 127 bytes cannot have \(4, 2, 8\) elements of 2 bytes"),
             ((1 << 62, 1 << 62, 128), {}, "layer 0 k: .* bytes at address .* are not whole items of 128 bytes"),
             ((4096, 385, 128), {}, "layer 0 k: 385 bytes at address 4096 are not whole items of 128 bytes"),
             ((4096, 384, 128), {"gpu": -1}, "layer 0 k: gpu is -1"),
-            ((4096, 384, 128), {"axes": "pages tokens heads dim"}, "without pages"),
-            ((4096, 384, 128), {"heads": 0}, "heads is 0"),
             ((4096, 384, 128), {}, "layer 0 k and layer 0 v share memory"),
         ],
     )
     def test_others_are_refused(self, buffer: Any, more: dict[str, Any], message: str) -> None:
         with pytest.raises(MemoryLayoutError, match=message):
-            KVPool.from_addresses([buffer], [buffer], v_dim=8, **{**SIZES, **more})
+            wrap_pages(pages_at(*buffer, **more), pages_at(*buffer, **more))
 
     def test_a_draft_model_and_state_of_buffers(self) -> None:
         raw = np.zeros(4096, np.uint8)
@@ -440,8 +445,8 @@ class TestAddresses:
             StateTensors("k", [Buffer(at + 3000, **rows)], heads=4, axis=2),  # type: ignore[arg-type]
             StateTensors("v", [Buffer(at + 3000, **rows, offset=10)], heads=4, axis=2),  # type: ignore[arg-type]
         ]
-        k, v = (at, 3 * 128, 128), (at + 384, 3 * 128, 128)
-        pool = KVPool.from_addresses([k], [v], v_dim=8, **SIZES, draft=draft, state=state)
+        k, v = pages_at(at, 3 * 128, 128), pages_at(at + 384, 3 * 128, 128)
+        pool = wrap_pages(k, v, draft=draft, state=state)
         whole, k_state, v_state = pool.shape().states
         assert pool.shape().draft == ModelShape(1, 4, 4, 2, 2)
         assert whole == StateShape("whole", (0,), 1, 1, 20)
@@ -471,7 +476,7 @@ class TestAddresses:
         fields: dict[str, Any] = {"nbytes": 450, "item_bytes": 90, "shape": (3, 2, 5), "strides": (30, 5, 1), **more}
         state = StateTensors("conv", [Buffer(8192, offset=fields.pop("offset", 20), **fields)], heads=4, axis=2)
         with pytest.raises(MemoryLayoutError, match=message):
-            KVPool.from_addresses([(4096, 384, 128)], [(4480, 384, 128)], v_dim=8, **SIZES, state=[state])
+            wrap_pages(pages_at(4096, 384, 128), pages_at(4480, 384, 128), state=[state])
 
 
 class TestAllocate:

@@ -60,7 +60,7 @@ class TestLatent:
     @pytest.mark.parametrize("shape", [(12, 18), (12, 1, 18)])
     def test_latent_rows_are_one_plane_of_one_head(self, shape: tuple[int, ...]) -> None:
         latent = layers(2, shape)
-        pool = KVPool.mla(latent, page_size=4, scale=layers(2, (3, 5)))
+        pool = KVPool.from_tensors(latent, None, page_size=4, k_scale=layers(2, (3, 5)))
         assert pool.shape() == ModelShape(2, 1, 18, 0, 2, kind="mla", k_scale_bytes=10)
         assert pool.segments[0].shard.segment.planes == (Plane("latent", 4, 36), Plane("scale", 1, 10))
         assert (pool.num_pages, pool.segments[0].shard.heads) == (3, 1)
@@ -74,12 +74,12 @@ class TestLatent:
             (layers(1, (12, 2, 18)), {}, r"layer 0 latent: shape \(12, 2, 18\); a latent is \[tokens, dim\]"),
             (layers(1, (10, 18)), {}, "layer 0 latent: 10 tokens are not whole pages of 4"),
             ([*layers(1, (12, 18)), *layers(1, (8, 18))], {}, r"layer 1 latent: shape \(8, 18\), expected \(12, 18\)"),
-            (layers(1, (12, 18)), {"scale": layers(1, (4, 5))}, r"layer 0 scale: shape \(4, 5\).*begin with \(3,\)"),
+            (layers(1, (12, 18)), {"k_scale": layers(1, (4, 5))}, r"layer 0 scale: shape \(4, 5\).*begin with \(3,\)"),
         ],
     )
     def test_others_are_refused_by_name(self, latent: Any, more: Any, message: str) -> None:
         with pytest.raises(MemoryLayoutError, match=message):
-            KVPool.mla(latent, page_size=4, **more)
+            KVPool.from_tensors(latent, None, page_size=4, **more)
 
 
 class TestDraft:
@@ -93,7 +93,7 @@ class TestDraft:
         assert draft.block(3, V).nbytes == 12 * 4 * 2
 
     def test_a_latent_model_may_have_a_latent_draft(self) -> None:
-        pool = KVPool.mla(layers(2, (8, 18)), page_size=4, draft=DraftKV(layers(1, (8, 18))))
+        pool = KVPool.from_tensors(layers(2, (8, 18)), None, page_size=4, draft=DraftKV(layers(1, (8, 18))))
         assert pool.shape().draft == ModelShape(1, 1, 18, 0, 2, kind="mla")
 
     @pytest.mark.parametrize(
