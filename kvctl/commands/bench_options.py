@@ -149,9 +149,7 @@ def _load() -> list[click.Option]:
         option("--concurrency", "N", "Requests in flight.", default=4),
         option("--rate", "R", rate, type=_POSITIVE),
         option("--sweep", "AXIS=A,B,…", sweep, parse_sweep, multiple=True),
-        option(
-            "--repeat", "N", "Measure N times, in turns, and report the median and the best.", type=_COUNT, default=1
-        ),
+        option("--repeat", "N", "Measure N times, in turns, and report the median.", type=_COUNT, default=1),
         option("--point-seconds", "X", point, type=_POSITIVE),
         option("--seed", "N", "Draw the same lengths, arrivals and pages as another run.", type=click.IntRange(min=0)),
     ]

@@ -143,8 +143,8 @@ def rounds_of(trials: Sequence[TimedTrial], row: Callable[[Sequence[TimedTrial]]
 
 
 def in_rounds(row: Mapping[str, Any], value: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
-    """Returns a figure in each round of a row; empty if the row was saved before rows had rounds."""
-    return [figure for each in row.get("rounds") or () if (figure := value(each)) is not None]
+    """Returns a figure in each round of a row."""
+    return [figure for each in row.get("rounds", ()) if (figure := value(each)) is not None]
 
 
 def delta_of(
@@ -234,25 +234,19 @@ class _Reports:
 def _rates(
     trials: Sequence[TimedTrial], planned: PlannedLoad, roofline: Mapping[FloorKind, float | None], decode_ranks: int
 ) -> dict[str, Any]:
-    """Returns the fields on throughput: of the median repeat, of the best repeat, and relative to the roofline."""
+    """Returns the fields on throughput: of the median repeat, and relative to the roofline."""
     repeats: dict[int, list[TimedTrial]] = {}
     for each in trials:
         repeats.setdefault(each.trial.repeat, []).append(each)
-    rates = [(rate(repeat), repeat) for repeat in repeats.values()]
-    middle = median([each.gb_per_s for each, _ in rates])
-    typical, _ = min(rates, key=lambda each: abs(each[0].gb_per_s - middle))
-    best, best_repeat = max(rates, key=lambda each: each[0].gb_per_s)
+    rates = [rate(repeat) for repeat in repeats.values()]
+    middle = median([each.gb_per_s for each in rates])
+    typical = min(rates, key=lambda each: abs(each.gb_per_s - middle))
     names: dict[str, FloorKind] = {"memcpy": "memcpy", "write": "write", "device_copy": "device", "p2p": "peer"}
     return {
         "repeats": len(rates),
         **asdict(typical),
         "tokens_per_s": typical.rooms_per_s * planned["tokens_mean"],
         "gb_per_s_per_decode_rank": typical.gb_per_s / decode_ranks,
-        "best": {
-            **asdict(best),
-            "tokens_per_s": best.rooms_per_s * planned["tokens_mean"],
-            "ttft_ms": _ttft([timing for trial in best_repeat for timing in trial.timings.values()]),
-        },
         **{
             f"{name}_ratio": typical.gb_per_s / most if (most := roofline[kind]) else None
             for name, kind in names.items()

@@ -77,10 +77,7 @@ def sizes_text(sizes: Sizes) -> str:
 
 
 def pages_text(sizes: Mapping[str, Any]) -> str:
-    """Formats the pages and pool layouts of a plan or a saved run: `pages of 16 to 64, hnd to fused`.
-
-    Runs that were saved before the two sides could differ lack the sizes of the decode side.
-    """
+    """Formats the pages and pool layouts of a plan or a run: `pages of 16 to 64, hnd to fused`."""
     pages = dict.fromkeys((sizes["page_size"], sizes.get("decode_page_size", sizes["page_size"])))
     words = [f"pages of {' to '.join(map(str, pages))}"]
     layouts = dict.fromkeys(sizes.get("kv_layouts", ("nhd",)))

@@ -149,14 +149,33 @@ class LateWrite:
         self._write: Write | None = None
 
     def poll(self) -> bool:
-        if self._write is None:
-            if time.monotonic_ns() < self._due_ns:
-                return False
-            self._write = self._post()
-        return self._write.poll()
+        return (write := self._posted()) is not None and write.poll()
 
     def release(self) -> bool:
         return self._write is None or self._write.release()
+
+    def _posted(self) -> Write | None:
+        """Returns the write, which it posts if that is due; None before."""
+        if self._write is None and time.monotonic_ns() >= self._due_ns:
+            self._write = self._post()
+        return self._write
+
+
+class DoubtfulWrite(LateWrite):
+    """A write that is reported as failed although its bytes and tag land later, like a packet delivered after an error.
+
+    The write is posted by the first call of `release` after a delay; `release` returns False until the post has
+    completed. If `release` is not called again after the delay, nothing lands.
+    """
+
+    def poll(self) -> bool:
+        raise TransportError("injected fault write-doubt: the engine failed the write, whose bytes may still land")
+
+    def release(self) -> bool:
+        try:
+            return (write := self._posted()) is not None and write.release()
+        except TransportError:  # this agent or the peer is closed: nothing lands any more
+            return True
 
 
 class SlowWrite:
@@ -173,37 +192,3 @@ class SlowWrite:
 
     def release(self) -> bool:
         return self._write.release() and time.monotonic_ns() >= self._due_ns
-
-
-class DoubtfulWrite:
-    """A write that is reported as failed although its bytes and tag land later, like a packet delivered after an error.
-
-    The write is posted by the first call of `release` after a delay; `release` returns False until the post has
-    completed. If `release` is not called again after the delay, nothing lands.
-
-    Attributes:
-        bytes: size of the write.
-        descriptors: number of descriptors.
-    """
-
-    def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, later_ns: int) -> None:
-        self.bytes = nbytes
-        self.descriptors = descriptors
-        self._post = post
-        self._due_ns = time.monotonic_ns() + later_ns
-        self._write: Write | None = None
-        self._over = False
-
-    def poll(self) -> bool:
-        raise TransportError("injected fault write-doubt: the engine failed the write, whose bytes may still land")
-
-    def release(self) -> bool:
-        if self._over or time.monotonic_ns() < self._due_ns:
-            return self._over
-        try:
-            if self._write is None:
-                self._write = self._post()
-            self._over = self._write.release()
-        except TransportError:  # this agent or the peer is closed: nothing lands any more
-            self._over = True
-        return self._over

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -122,47 +122,11 @@ class WrittenPage(NamedTuple):
     found: Bytes
 
 
-class Store(Protocol):
-    """Writes and checks the content of one rank's pool."""
-
-    def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
-        """Writes the test pattern into a room's pages in every layer.
-
-        Args:
-            pages: indices of all pages of the room.
-            bases: `pattern.row_bases` of the room.
-        """
-        ...
-
-    def check(
-        self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
-    ) -> tuple[PlaneId, Wrong] | None:
-        """Compares a range of a room's pages in every layer with the test pattern.
-
-        Args:
-            pages: indices of all pages of the room.
-            bases: `pattern.row_bases` of the room.
-            firsts: for each layer, the position in `pages` at which its range starts.
-            count: number of pages compared in each layer.
-
-        Returns:
-            The first layer with a mismatch and the first wrong element there; None if everything is correct.
-        """
-        ...
-
-    def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
-        """Fills these pages with poison in every layer; None: all pages."""
-        ...
-
-    def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
-        """Yields, for each layer, the first of `pages` that contains other bytes than poison, if there is one."""
-        ...
-
-
 class HostStore:
-    """Store for a pool in host memory."""
+    """Writes and checks the content of one rank's pool in host memory."""
 
     def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
+        """Writes the test pattern into all pages of a room in every layer; `bases` are its `pattern.row_bases`."""
         if view.contiguous:
             for plane, block in view.blocks():
                 view.writer.fill(block, pages, bases, plane)
@@ -175,6 +139,16 @@ class HostStore:
     def check(
         self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
     ) -> tuple[PlaneId, Wrong] | None:
+        """Compares a range of a room's pages in every layer with the test pattern.
+
+        Args:
+            pages, bases: as for `fill`.
+            firsts: for each layer, the position in `pages` at which its range starts.
+            count: number of pages compared in each layer.
+
+        Returns:
+            The first layer with a mismatch and the first wrong element there; None if everything is correct.
+        """
         contiguous = view.contiguous
         for (plane, block), first in zip(view.blocks() if contiguous else view.elements(), firsts, strict=True):
             some = pages[first : first + count]
@@ -186,10 +160,12 @@ class HostStore:
         return None
 
     def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
+        """Fills these pages with poison in every layer; None: all pages."""
         for _, elements in view.elements():
             elements[slice(None) if pages is None else pages] = POISON
 
     def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
+        """Yields, for each layer, the first of `pages` that contains other bytes than poison, if there is one."""
         step = max(1, _BLOCK_BYTES // view.rows.page_bytes)  # many small pages are compared at once
         for plane, elements in view.elements():
             for first in range(0, len(pages), step):
@@ -201,7 +177,7 @@ class HostStore:
                     break
 
 
-class MirrorStore:
+class MirrorStore(HostStore):
     """Store for a pool on a device that copies each page to or from host memory."""
 
     def __init__(self, device: Device) -> None:
