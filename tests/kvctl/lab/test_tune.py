@@ -89,12 +89,6 @@ def test_one_setting_after_another_keeps_its_best_value() -> None:
     ]
 
 
-def test_several_values_take_turns_with_the_best() -> None:
-    for together, turns in ((1, 3), (2, 2), (3, 1)):
-        _, ran = search(lambda settings: 1.0, page_sizes=(16, 32, 64, 128), prompt_tokens=1, together=together)
-        assert ran == ["paths", *["page size"] * turns]
-
-
 def test_nothing_is_better_while_the_spreads_overlap() -> None:
     wide, narrow = candidate(14.0, off=0.3), candidate(10.0)
     assert not wide.better_than(narrow, 1.05)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,6 @@ def test_goals_compare_with_the_peer_with_a_copy_or_with_nothing() -> None:
     assert Goal("≥", 1.5).met(3.0, None, None) is None
     assert Goal("≥", 0.85, "copy").met(330.0, None, 388.0) is True
     assert Goal("≤", 0.4, "value").met(0.41, 9.0, None) is False
-
-
-def test_a_host_of_few_cores_has_goals_of_its_own() -> None:
-    row = next(row for row in ROWS if row.name == "tp4-tp4")
-    assert (row.goal_on(2), row.goal_on(64)) == (row.small_goal, row.goal)
-    gpu = next(row for row in ROWS if row.name == "gpu-tp4-dp4")
-    assert gpu.goal_on(2) == gpu.goal
 
 
 class TestRounds:
@@ -82,10 +74,6 @@ class TestRounds:
         assert "Medians of 3 interleaved runs" in text
         assert "memcpy on one thread 10 GB/s" in text
 
-    def test_a_work_that_only_ours_can_do_has_no_run_of_the_peer(self, calls: list[str], tmp_path: Path) -> None:
-        self.measure(tmp_path, "--rows", "observer,small-tp4-dp4", "--rounds", "1")
-        assert calls == ["ours observer", "peer small-tp4-dp4", "ours small-tp4-dp4"]
-
     def test_a_failed_run_is_no_figure_and_is_noted(
         self, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -99,32 +87,6 @@ class TestRounds:
         assert "| - | 1 GB/s | - | " in text
         assert "Left out: tp4-tp4, SGLang, round 1: 7 of 9 compared elements are wrong" in text
 
-    def test_what_there_is_no_time_for_is_not_run_and_is_noted(self, calls: list[str], tmp_path: Path) -> None:
-        status, document, _ = self.measure(tmp_path, "--rows", "tp4-tp4", "--rounds", "1", "--seconds", "0")
-        assert (status, calls) == (0, [])
-        assert document["notes"] == [f"tp4-tp4, {side}, round 1: not run, 0 s were left" for side in ("SGLang", "ours")]
-
-    def test_an_interruption_keeps_what_was_measured(
-        self, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def interrupt(work: Work, options: Any, limit_s: float) -> Any:
-            signal.raise_signal(signal.SIGTERM)
-
-        monkeypatch.setattr(side_by_side, "ours", interrupt)
-        _, document, _ = self.measure(tmp_path, "--rows", "tp4-tp4")
-        assert len(document["works"]["tp4-tp4"]["peer"]) == 1
-        assert document["notes"] == ["interrupted"]
-
-    def test_without_the_peer_ours_is_measured(self, calls: list[str], tmp_path: Path) -> None:
-        side_by_side.main(["--rows", "tp4-tp4", "--rounds", "1", "--out", str(tmp_path)])
-        assert calls == ["ours tp4-tp4"]
-        assert "SGLang's side was not measured" in (tmp_path / "side_by_side.md").read_text()
-
-    def test_rows_have_to_be_there(self, tmp_path: Path, capsys: Any) -> None:
-        with pytest.raises(SystemExit):
-            side_by_side.main(["--rows", "tp5-tp5"])
-        assert "no such rows: tp5-tp5" in capsys.readouterr().err
-
 
 class TestProcesses:
     def test_one_that_does_not_end_is_killed_with_its_children(
@@ -135,10 +97,6 @@ class TestProcesses:
         with pytest.raises(RunFailed, match="did not end within"):
             side_by_side._run(["sh", "-c", script], {}, 1)
         wait_for_end(int((tmp_path / "child").read_text()))
-
-    def test_one_that_fails_is_quoted(self) -> None:
-        with pytest.raises(RunFailed, match="exit code 3: why"):
-            side_by_side._run(["sh", "-c", "echo why >&2; exit 3"], {}, 20)
 
     def test_the_figures_of_the_peer_are_those_of_its_last_line(self, tmp_path: Path) -> None:
         run = {"GB_s": 1.5, "rooms_s": 11.0, "lat_ms_p50": 3.0, "cpu_P_s": 0.3, "cpu_D_s": 0.2, "rooms": 10}

@@ -76,20 +76,6 @@ def test_paths_and_loads_take_turns_batch_by_batch():
     ]
 
 
-def test_everything_is_repeated_as_a_whole():
-    assert [trial.repeat for trial in trials(FleetOnPaper(), repeat=3)] == [0] * 6 + [1] * 6 + [2] * 6
-
-
-def test_pipelines_stand_side_by_side_like_paths():
-    cases = Program(0.5, 1).cases(plan(batches=([[0, 3]],), pipelines=("off", "on")))
-    assert [(case.path, case.pipeline, case.layer_ms) for case in cases] == [
-        ("slice", "off", 0.5),
-        ("slice", "on", 0.5),
-        ("staged", "off", 0.5),
-        ("staged", "on", 0.5),
-    ]
-
-
 def test_the_loop_of_a_busy_engine_is_measured_before_and_after_each_run():
     cases = Program(0.0, 1, busy_engines=("off", "both")).cases(plan(batches=([[0, 3]],)))
     assert [(case.path, case.busy_engine) for case in cases[:2]] == [("slice", "off"), ("slice", "both")]
@@ -137,12 +123,6 @@ def test_a_batch_has_one_identity_over_all_its_trials_and_no_other_has_it():
     assert len({next(iter(batches)) for batches in by_content.values()}) == len(by_content) == 3
 
 
-def test_verification_can_be_left_out():
-    fleet = FleetOnPaper()
-    trials(fleet, verify="off")
-    assert fleet.verified == 0
-
-
 def test_nothing_runs_after_rooms_that_hold_their_pages():
     with pytest.raises(FleetError, match=r"1 rooms still hold pages after slice.*decode-0: peer lost"):
         trials(FleetOnPaper(held=[0]), batches=([[0, 3]],))
@@ -186,17 +166,9 @@ class TestLimitedTime:
         ran = [(trial.batch, len(trial.rooms)) for trial in self.course(fleet, 0.5) if trial.case.path == "slice"]
         assert ran == [(0, 1)]
 
-    def test_a_slow_path_that_has_time_runs_all(self, fleet: FleetOnPaper):
-        assert [len(trial.rooms) for trial in self.course(fleet, 5.0)] == [3, 3, 2, 2]
-
     def test_trials_are_no_trials_and_are_not_verified(self, fleet: FleetOnPaper):
         assert len(self.course(fleet, 2.0)) == fleet.verified == 3
         assert [len(rooms) for _, _, rooms in fleet.prepared] == [1, 1, 2, 1, 1, 3, 2]
-
-    def test_other_rooms_are_another_batch(self, fleet: FleetOnPaper):
-        self.course(fleet, 2.0)
-        contents = {(batch, tuple(room.index for room in rooms)) for batch, _, rooms in fleet.prepared}
-        assert len(contents) == len({batch for batch, _ in contents}) == 4
 
     def test_trials_do_not_hide_rooms_that_hold_their_pages(self, fleet: FleetOnPaper):
         fleet.held = [0]

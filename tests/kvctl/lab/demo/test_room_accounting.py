@@ -80,13 +80,6 @@ def test_what_is_said_twice_or_of_no_room_counts_once_or_never(books: RoomAccoun
     assert (books.opened, books.done, books.open) == (1, 1, [])
 
 
-def test_a_failure_that_nothing_explains_is_a_finding(books: RoomAccounting):
-    room = opened(books)
-    everywhere(books, "Failed")
-    assert (books.failed, books.expected, books.unexpected) == (1, 0, [room])
-    assert books.causes == {"KV_PEER_LOST": 1}
-
-
 def test_an_abort_explains_a_failure(books: RoomAccounting):
     opened(books).aborted = True
     everywhere(books, "Failed", code="ABORTED")
@@ -156,13 +149,6 @@ def test_a_room_that_has_not_ended_in_time_hangs_and_is_found_once(books: RoomAc
     assert books.find_overdue(12 * S) == []
     assert (books.hung, room.hung) == ([room], {"p-1"})
     assert describe([room]) == "1 (p-1)"
-
-
-def test_one_whose_pages_are_never_free_hangs_too(books: RoomAccounting):
-    room = opened(books)
-    for rank in room.ranks:
-        end(books, rank)
-    assert books.find_overdue(11 * S) == [room]
 
 
 def test_time_in_which_a_rank_of_it_is_paused_does_not_count(books: RoomAccounting):

@@ -75,10 +75,6 @@ def test_a_decode_rank_that_has_met_one_instance_only_gets_that_one_s_rooms():
     assert {(room.instance, room.decode_dp) for room in rooms} == {(0, 0), (1, 0), (1, 1)}
 
 
-def test_nobody_serves_nothing_is_chosen():
-    assert router(planned_ranks()).choose({name: [] for name in ALL}, {}, 0) is None
-
-
 def test_each_decode_group_has_its_share_of_the_rooms_in_flight():
     rooms = [choice.room for choice in chosen(router(planned_ranks()), ALL, dp0=4, dp1=3)]
     assert {room.decode_dp for room in rooms} == {1}

@@ -81,14 +81,6 @@ def test_a_bad_line_from_the_first_hello_on(make_fleet: Any) -> None:
     assert run_rooms(fleet, 8) == 8
 
 
-def test_a_slow_line(make_fleet: Any) -> None:
-    fleet = start(make_fleet).start()
-    set_all(fleet, "control-delay=15ms,slow-reader=10ms,slow-writer=5ms")
-    assert run_rooms(fleet, 12) == 12
-    assert struck(fleet, "control-delay") > 12
-    assert struck(fleet, "slow-writer")
-
-
 @pytest.mark.parametrize("transport", ["loopback", "nixl"])
 @pytest.mark.parametrize("path", ["staged", "slice"])
 def test_lost_and_doubled_tags_are_made_up_for(make_fleet: Any, transport: str, path: str) -> None:
@@ -178,8 +170,3 @@ def test_an_incarnation_is_minted_by_the_clock_that_the_agent_has(make_fleet: An
     fleet.decode = [now, early]
     assert abs(early.observe.hello()["now_ns"] - time.time_ns() + 3600 * 10**9) < 60 * 10**9
     assert 3590 * 10**9 < now.incarnation - early.incarnation < 3700 * 10**9
-
-
-def test_a_fault_of_another_level_is_refused_at_birth(make_fleet: Any) -> None:
-    with pytest.raises(ValueError, match="an agent cannot inject this fault into itself"):
-        start(make_fleet, from_birth="abort=10%").decode_agent(0)

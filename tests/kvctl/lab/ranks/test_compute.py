@@ -23,11 +23,6 @@ def test_a_later_stage_takes_a_chunk_up_when_the_one_before_is_done_with_it():
     assert PipelineClock([1, 3], 1, layer_ns=10).forward(0, chunks=3) == [10, 40, 70]
 
 
-def test_rooms_follow_each_other_through_the_stages_without_a_gap():
-    second = PipelineClock([2, 2], 1, layer_ns=10)
-    assert [second.forward(0, chunks=1)[0] for _ in range(3)] == [20, 40, 60]
-
-
 @given(
     layers=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     rooms=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 4)), max_size=5),
@@ -40,7 +35,3 @@ def test_every_stage_begins_no_chunk_before_the_stage_before_is_done(layers: lis
             begins = stage.forward(asked, chunks)
             assert all(begin >= done for begin, done in zip(begins, before, strict=True))
             before = [begin + 7 * count for begin in begins]
-
-
-def test_no_compute_takes_no_time():
-    assert PipelineClock([40, 40], 1, layer_ns=0).forward(5, chunks=3) == [5, 5, 5]

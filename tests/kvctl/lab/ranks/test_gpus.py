@@ -95,11 +95,6 @@ def test_what_cannot_be_is_refused(have: Callable[..., None], changes: dict[str,
         make_plan(request(**changes))
 
 
-def test_a_number_that_no_gpu_can_have_is_refused_by_its_range() -> None:
-    with pytest.raises(LayoutError, match="--decode-gpus is -1: it must be a whole number from 0 "):
-        make_plan(request(decode_gpus=(0, -1, 7)))
-
-
 def per_gpu(planned: Any, count: int) -> list[int]:
     """Bytes of pools and rings on each."""
     held = [0] * count
@@ -149,11 +144,6 @@ def test_without_gpus_it_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sizing, "count_gpus", none)
     with pytest.raises(DeviceUnavailable, match="the NVIDIA driver shows no GPU: see nvidia-smi -L"):
         make_plan(request())
-
-
-def test_host_pools_have_no_gpu():
-    planned = make_plan(request(device="cpu", memory_bytes=8 * GIB))
-    assert placed(planned) == [("prefill", -1)] * 4 + [("decode", -1)]
 
 
 def test_a_batch_on_gpus_has_more_windows_of_rooms(have: Callable[..., None]):

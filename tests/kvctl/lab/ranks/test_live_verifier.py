@@ -57,19 +57,6 @@ def page_of(pool: KVPool, page: int, layer: int = 1, plane: int = 0) -> Any:
     return block.reshape(PAGES + 1, -1)[page]
 
 
-def test_rooms_get_pages_of_their_own_and_never_page_0(rooms: Rooms):
-    pages = [page for number in range(4) for page in rooms.open(number, number, 70)]
-    assert len(pages) == len(set(pages)) == 4 * 5
-    assert 0 not in pages
-    assert len(set(rooms.content.slots.values())) == 4
-    with pytest.raises(MemoryError, match="7 pages are needed, 4 are free"):
-        rooms.open(9, 9, 100)
-    for number in range(4):
-        rooms.content.remove(number)
-    rooms.open(5, 5, 16 * PAGES)  # all of them
-    assert rooms.verifier.sweep() == []
-
-
 def test_what_was_filled_verifies_and_what_was_not_does_not(rooms: Rooms, pool: KVPool):
     pages = rooms.open(1, 77, 64)
     _, wrong = rooms.verify(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,21 +92,6 @@ def test_dims_are_counted_in_elements():
     assert (wrong.at, wrong.dim, len(wrong.expected), len(wrong.found)) == (1, 3, 2, 2)
 
 
-def test_every_factor_changes_every_word_of_a_row():
-    same = oracle(1, 2, PlaneId(0, 3, 0), 4, 5, 64)
-    others = [
-        oracle(9, 2, PlaneId(0, 3, 0), 4, 5, 64),
-        oracle(1, 9, PlaneId(0, 3, 0), 4, 5, 64),
-        oracle(1, 2, PlaneId(1, 3, 0), 4, 5, 64),
-        oracle(1, 2, PlaneId(0, 9, 0), 4, 5, 64),
-        oracle(1, 2, PlaneId(0, 3, 1), 4, 5, 64),
-        oracle(1, 2, PlaneId(0, 3, 0), 9, 5, 64),
-        oracle(1, 2, PlaneId(0, 3, 0), 4, 9, 64),
-    ]
-    for other in others:
-        assert all(same[at : at + 8] != other[at : at + 8] for at in range(0, 64, 8))
-
-
 def test_a_tail_of_the_prompt_is_checked_at_its_place():
     rows = Rows(per_page=4, head_lo=2, heads=2, row_bytes=8, element_bytes=1)
     bases = row_bases(5, 6, 12, 2, 2)
@@ -139,28 +122,3 @@ def test_aux_rows_differ_by_room_and_seed():
 def test_constants_cannot_be_changed_by_a_caller():
     with pytest.raises(ValueError, match="read-only"):
         constants(PlaneId(0, 0, 0), 4)[0] = 1
-
-
-def test_filling_and_checking_keep_up_with_a_memcpy():
-    """A fifth of memcpy, in the same process and in CPU time, is far above what a transport here moves."""
-    rows = Rows(per_page=16, head_lo=0, heads=2, row_bytes=256, element_bytes=2)
-    count = 2048
-    pages = np.random.default_rng(0).permutation(count).astype(np.int64)
-    block = np.zeros(count * rows.page_bytes, dtype=np.uint8)
-    other = np.zeros_like(block)
-    bases = row_bases(0, 0, count * rows.per_page, 0, rows.heads)
-    writer = Writer(rows)
-
-    def best(action: object) -> float:
-        times = []
-        for _ in range(5):
-            start = time.thread_time()
-            action()  # type: ignore[operator]
-            times.append(time.thread_time() - start)
-        return min(times)
-
-    copy = best(lambda: np.copyto(other, block))
-    fill = best(lambda: writer.fill(block, pages, bases, PlaneId(0, 1, 0)))
-    check = best(lambda: writer.check(block, pages, bases, PlaneId(0, 1, 0)))
-    assert fill < 5 * copy + 0.01
-    assert check < 5 * copy + 0.01

@@ -300,14 +300,6 @@ def test_cached_and_free_pages_of_a_group_stay_quiet():
             pages_of(content, 3, "near k")[page, 3] = POISON
 
 
-def test_k_taken_for_v_is_traced():
-    for content in make():
-        receive(content)
-        pages_of(content, 1, "v")[:] = pages_of(content, 1, "k")
-        first = verify(content, "full")["mismatches"][0]
-        assert first["hint"] == "the row of room 1000 layer 1 k token 0 head 0"
-
-
 def test_a_lot_is_filled_once(content: Content):
     content.fill(7)
     block = layer(content, 0, "k")

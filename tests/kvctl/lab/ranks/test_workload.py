@@ -14,10 +14,6 @@ from kvctl.lab.ranks.request import Tokens, draw_arrivals
 small = st.integers(1, 40)
 
 
-def test_given_lengths_take_turns():
-    assert workload.draw_tokens(Tokens(values=(16, 4096)), 5, seed=0) == [16, 4096, 16, 4096, 16]
-
-
 @given(low=st.integers(1, 500), more=st.integers(0, 500), seed=st.integers(0, 9))
 def test_drawn_lengths_stay_in_their_range_and_follow_the_seed(low: int, more: int, seed: int):
     tokens = Tokens(low=low, high=low + more)
