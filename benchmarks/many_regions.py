@@ -1,8 +1,9 @@
 """Measures one observer process that serves many agents of one host, and `kvctl` beside it; prints a Markdown table.
 
 The agents are regions of one process, which writes what a pair of real agents (`sample`) has in theirs, with other
-names and --peers peers each, publishes documents when the observer asks for them, and opens and ends --rate rooms a
-second in turn. So neither engines nor control loops take part, and the observer does what it does for real agents.
+names and --peers peers each, publishes documents once a second and when the observer asks for them, and opens and ends
+--rate rooms a second in turn. So neither engines nor control loops take part, and the observer does what it does for
+real agents.
 
     python benchmarks/many_regions.py
     python benchmarks/many_regions.py --agents 200 --command status --seconds 0
@@ -62,6 +63,7 @@ SIZE = (200, 60)
 WARM_UP_S = 10.0
 READY_S = 120.0
 TURN_S = 0.1
+PUBLISHED_EVERY = 10  # turns
 PARTS = 4
 STAGES = ("queue", "ready", "post", "wire")
 
@@ -198,7 +200,7 @@ def serve(options: argparse.Namespace, sampled: Path, directory: Path, parent: C
         by_wake[wake] = agent
         epoll.register(wake, select.EPOLLIN)
     parent.send(None)
-    asked, due, at, turn = 0, time.monotonic(), 0, 0.0
+    asked, due, at, turn, turns = 0, time.monotonic(), 0, 0.0, 0
     while True:
         for descriptor, _ in epoll.poll(0.01):
             if descriptor == parent.fileno():
@@ -217,6 +219,9 @@ def serve(options: argparse.Namespace, sampled: Path, directory: Path, parent: C
             turn = time.monotonic()
             for agent in agents:
                 agent.region.cells[Cell.TURN_NS] = time.monotonic_ns()
+            for agent in agents[turns % PUBLISHED_EVERY :: PUBLISHED_EVERY]:  # as agents do, each once a second
+                agent.publish()
+            turns += 1
         while options.rate and time.monotonic() > due:
             agents[at % len(agents)].room(options.rooms)
             at, due = at + 1, due + 1 / options.rate

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvctl_agent.admin.actions import AdminActions
-from kvctl_agent.admin.documents import builders, statistics, versions
+from kvctl_agent.admin.documents import builders, versions
 from kvctl_agent.admin.publisher import DocumentPublisher
 from kvctl_agent.contract.config import Value
 from kvctl_agent.contract.settings import Settings, load_settings
-from kvctl_agent.contract.snapshots import Integration, Role, Stats
+from kvctl_agent.contract.snapshots import Integration, Role
 from kvctl_agent.contract.states import UNREGISTERED
 from kvctl_agent.contract.values import shown
 from kvctl_agent.errors import DeadlineExceeded, LayoutError, LocalProtocolError
@@ -218,27 +218,6 @@ class Agent:
     def layers(self) -> range:
         """Global ids of the layers in this rank's pool."""
         return self.parts.local.layers
-
-    def stats(self) -> Stats:
-        """Returns counts of rooms, bytes and failures, latencies, and the use of staging memory; for any thread.
-
-        The call waits for no other thread, and takes about 10 µs plus 5 µs for 100 active rooms, so that an engine can
-        call it in every step.
-        """
-        return statistics(self.parts)
-
-    def latencies(self, after: int = 0) -> tuple[list[float], int]:
-        """Returns the latencies of single rooms in seconds, for an engine's own histogram; for any thread.
-
-        Args:
-            after: number of rooms whose latencies are left out, which the previous call returned.
-
-        Returns:
-            The latencies that `stats` summarises, of the rooms after those, at most the last 1024; and the number of
-            rooms so far.
-        """
-        found, number = self.telemetry.latencies.after(after)
-        return [latency / 1e9 for latency in found], number
 
     # ---- lifecycle -------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ _HELD = frozenset({"_used", "in_flight", "_in_flight", "_outbox_bytes", "_runnin
 # Histories that are kept on purpose: path and largest size. Their contents are not counted.
 BOUNDS = {
     r"telemetry\.rooms\._ended": 1024,
-    r"telemetry\.latencies\._(latest|ascending)": 1024,
     r"telemetry\._interpreter\._noted": 64,  # what is not counted yet
     r"telemetry\.metrics\.(series|_.*)": 1024,  # label sets
     # Where the agent's process has the observer's fold.

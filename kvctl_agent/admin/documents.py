@@ -27,9 +27,7 @@ from kvctl_agent.contract.snapshots import (
     RegisteredRank,
     Role,
     StagingBuffers,
-    Stats,
 )
-from kvctl_agent.contract.states import RoomState
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import ParallelConfig, RankCoord
 from kvctl_agent.memory.pool import KVPool
@@ -85,30 +83,6 @@ def versions(parts: AgentParts) -> dict[Document, Callable[[], object]]:
     }
 
 
-def statistics(parts: AgentParts) -> Stats:
-    """Returns the result of `Agent.stats`."""
-    telemetry, peers = parts.telemetry, _peer_states(parts)
-
-    def totals(name: str) -> dict[str, int]:
-        return {label: int(value) for (label,), value in telemetry.metrics.totals(name).items()}
-
-    ended = totals("kvctl_rooms_finished_total")
-    return {
-        "rooms": telemetry.rooms.states(),
-        "rooms_finished_total": {
-            state.label: ended.get(state.label, 0) for state in (RoomState.SUCCESS, RoomState.FAILED)
-        },
-        "failures_total": totals("kvctl_room_failures_total"),
-        "parts_total": totals("kvctl_parts_total"),
-        "bytes_total": totals("kvctl_part_bytes_total"),
-        "latency": telemetry.latencies.summary(),
-        "ring": machine_views.ring_use(parts.machine),
-        "buffers": _buffers(parts),
-        "quarantined_bytes": _quarantined_bytes(parts),
-        "peers": peers,
-    }
-
-
 # ---- documents -------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +131,7 @@ def _state(parts: AgentParts, network: tuple[str, bool]) -> _Pieces:
         "instances": len(lifecycle.all_instances),
         "lanes": kinds_in_use(parts.connections, parts.pool, parts.local, list(machine.peers.values()), network),
         "memory_gb_per_s": parts.connections.memory_gb_per_s,
-        "quarantined_bytes": _quarantined_bytes(parts),
+        "quarantined_bytes": quarantined_bytes(parts),
         "ring": machine_views.ring_use(machine),
         "buffers": _buffers(parts),
         "pipeline": _pipeline(parts),
@@ -203,7 +177,8 @@ def _rooms(parts: AgentParts) -> _Pieces:
 # ---- parts of them ---------------------------------------------------------------------------------------------
 
 
-def _quarantined_bytes(parts: AgentParts) -> int:
+def quarantined_bytes(parts: AgentParts) -> int:
+    """Returns the memory that is not reused because a write to it may still be in flight."""
     machine = parts.machine
     return machine.quarantined_bytes if isinstance(machine, DecodeMachine) else 0
 

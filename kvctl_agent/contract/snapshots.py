@@ -341,21 +341,6 @@ class Staging(TypedDict):
     fallbacks_total: int
 
 
-class Stats(TypedDict):
-    """Result of `Agent.stats`: the agent's activity since it was created, for an engine's own metrics."""
-
-    rooms: dict[str, int]  # active rooms by state label
-    rooms_finished_total: dict[str, int]  # "Success", "Failed"
-    failures_total: dict[str, int]  # failed rooms by code of the first failure
-    parts_total: dict[str, int]  # parts sent (prefill) or landed (decode), by path
-    bytes_total: dict[str, int]  # their KV bytes, by path
-    latency: LatencySummary  # of the last 1024 rooms; decode: open to success; prefill: first ready to sent
-    ring: RingUse | None  # decode only
-    buffers: StagingBuffers | None  # prefill only
-    quarantined_bytes: int  # memory not reused because a write to it may still be in flight
-    peers: dict[str, int]  # peers by state
-
-
 class LayerStage(TypedDict):
     p50_ns: int | None
     p90_ns: int | None

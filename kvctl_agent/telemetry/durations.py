@@ -167,27 +167,20 @@ class Latencies:
     """Exact quantiles of the last `keep` room latencies; the reported count includes all earlier latencies."""
 
     def __init__(self, keep: int = 1024) -> None:
-        self._latest: deque[tuple[int, int]] = deque(maxlen=keep)  # number from 1, latency
+        self._latest: deque[int] = deque(maxlen=keep)
         self._count = 0
         self._summary: LatencySummary = {"p50_ns": None, "p90_ns": None, "p99_ns": None, "count": 0}
 
     def add(self, latency_ns: int) -> None:
         """Adds one latency; one thread at a time may call this method."""
         self._count += 1
-        self._latest.append((self._count, latency_ns))
-
-    def after(self, number: int) -> tuple[list[int], int]:
-        """Returns the latencies in ns that were added after the first `number`, and the number of the last one."""
-        if self._count == number:
-            return [], number
-        later = [each for each in tuple(self._latest) if each[0] > number]
-        return [latency for _, latency in later], later[-1][0] if later else number
+        self._latest.append(latency_ns)
 
     def summary(self) -> LatencySummary:
         """Returns the quantiles in ns, by nearest rank (None before the first latency), and the number of latencies."""
         if self._summary["count"] != (count := self._count):
             # Sorted here, in 0.1 ms: to keep them in order would cost each room 2 µs.
-            kept = sorted([latency for _, latency in tuple(self._latest)])
+            kept = sorted(self._latest)
             p50, p90, p99 = (nearest_rank(kept, share) for share in (0.50, 0.90, 0.99))
             self._summary = {"p50_ns": p50, "p90_ns": p90, "p99_ns": p99, "count": count}
         return self._summary

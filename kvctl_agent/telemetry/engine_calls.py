@@ -1,7 +1,7 @@
 """The engine's calls of an agent that are noted in the region, and the stack of the thread that called last.
 
 Only calls by which an engine serves requests are noted, as they show whether its scheduler runs; those that any thread
-makes, such as `Agent.stats`, are not. Of several threads that call at once, the latest call is shown.
+makes, such as `Agent.waiting_for`, are not. Of several threads that call at once, the latest call is shown.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from kvctl_agent.contract.snapshots import Role
 from kvctl_agent.contract.values import all_encodable
 from kvctl_agent.telemetry import records as rec
 from kvctl_agent.telemetry.clock import Clock
-from kvctl_agent.telemetry.durations import InterpreterWaits, Latencies
+from kvctl_agent.telemetry.durations import InterpreterWaits
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Counters, Sample
 from kvctl_agent.telemetry.region import MOST_RECORD_BYTES, Cell, Document, Header, RegionWriter
@@ -35,7 +35,6 @@ class Telemetry:
     Attributes:
         region: where everything is written.
         rooms: records of the active rooms.
-        latencies: latencies of the latest rooms.
         transfers: prefill: begin and end of the transfers of rooms.
         collected: records that `flush` will write together; None, which is the default: each is written at once. With a
             list, one thread at a time calls the methods.
@@ -54,7 +53,6 @@ class Telemetry:
         self.metrics = Counters(self.region)
         self.recorder = FlightRecorder(self.clock, lambda entry: self._append((rec.NOTED, *entry)))
         self.rooms = RoomRecords(self._append, role)
-        self.latencies = Latencies()
         self.transfers = TransferLog(self._append)
         self._interpreter = InterpreterWaits()
         self._flushing = threading.RLock()  # a signal handler that closes the agent may interrupt its owner
@@ -91,10 +89,8 @@ class Telemetry:
         """Records that a room ended at monotonic `now_ns`, and counts it; does nothing if it has ended before."""
         if not self.rooms.close(record):
             return
-        latency = record.finish(now_ns)
+        record.finish(now_ns)
         record.write(rec.FINISHED, now_ns)
-        if latency is not None:
-            self.latencies.add(latency)
         self.metrics.add("kvctl_rooms_finished_total", 1, record.state_now.label)
 
     def part(

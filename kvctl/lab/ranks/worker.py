@@ -41,6 +41,8 @@ from kvctl.lab.ranks.messages import (
 )
 from kvctl.lab.ranks.rooms import DecodeRooms, PrefillRooms
 from kvctl.lab.ranks.verify import verify
+from kvctl_agent.admin.documents import quarantined_bytes
+from kvctl_agent.admin.machine_views import ring_use
 from kvctl_agent.agent import Agent
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.memory.pool import KVPool
@@ -268,8 +270,8 @@ class Worker:
 
     def _report_usage(self, command: Tell) -> None:
         """Sends a `Usage` report with all resources that could leak."""
-        stats = self.agent.stats()
-        ring, buffers = stats["ring"], stats["buffers"]
+        parts = self.agent.parts
+        ring, buffers = ring_use(parts.machine), parts.buffers
         usage = Usage(
             token=command.token,
             at_ns=time.monotonic_ns(),
@@ -280,8 +282,8 @@ class Worker:
             records=len(self.agent.machine.rooms),
             ring_bytes=ring["size_bytes"] if ring else 0,
             ring_used_bytes=ring["used_bytes"] if ring else 0,
-            quarantined_bytes=stats["quarantined_bytes"],
-            buffers_in_use=(buffers["pieces_used"] or 0) if buffers else 0,
+            quarantined_bytes=quarantined_bytes(parts),
+            buffers_in_use=buffers.in_use if buffers else 0,
             strays=self.rooms.verifier.sweep() if command.sweep else [],
         )
         self.send("usage", usage)

@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+from kvctl_agent.admin.documents import quarantined_bytes
 from kvctl_agent.transport.environment import prepare_environment
 
 prepare_environment()
@@ -173,7 +174,7 @@ class Worker:
         return self.agent.parts.machine.peers[peer].incarnation
 
     def quarantined(self) -> int:
-        return self.agent.stats()["quarantined_bytes"]
+        return quarantined_bytes(self.agent.parts)
 
     def sleep(self, unmap: bool) -> None:
         """Gives the pool's memory back: frees it, or only unmaps it (pool vmm), as engines in sleep mode do."""

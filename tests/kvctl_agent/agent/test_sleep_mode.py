@@ -43,20 +43,20 @@ def test_memory_goes_and_comes_back(make_fleet: Any, role: str, moved: bool) -> 
         assert (agent.accepting, agent.draining, agent.waiting_for()) == (False, False, ASLEEP)
         status = agent.observe.status()
         assert (status["waiting_for"], status["accepting"], status["peers"]) == (ASLEEP, False, {})
-        assert agent.stats()["rooms_finished_total"] == {"Success": 1, "Failed": 0}
+        assert status["rooms_finished_total"] == {"Success": 1, "Failed": 0}
         with pytest.raises(LocalProtocolError, match=rf"{agent.name} \({role}, unregistered\) takes no {role} rooms"):
             agent.send(2) if role == "prefill" else agent.receive(2, [0])
-    until(lambda: not any(other.stats()["peers"].get("ready") for other in others))
+    until(lambda: not any(other.observe.status()["peers"].get("ready") for other in others))
     for agent in agents:
         agent.register(new_pool(fleet, agent) if moved else None)
     assert all(agent.incarnation > old for agent, old in zip(agents, before, strict=True))
     for agent in [*agents, *others]:
         agent.wait_ready(60)
-    until(lambda: all(agent.stats()["peers"] == {"ready": len(others)} for agent in agents))
+    until(lambda: all(agent.observe.status()["peers"] == {"ready": len(others)} for agent in agents))
     fleet.run(2, 8, aux=2)
     fleet.check()
     fleet.settle()
-    assert all(agent.stats()["rooms_finished_total"] == {"Success": 2, "Failed": 0} for agent in agents)
+    assert all(agent.observe.status()["rooms_finished_total"] == {"Success": 2, "Failed": 0} for agent in agents)
     assert fleet.errors() == []
 
 
@@ -89,7 +89,7 @@ def test_a_room_that_only_decode_has_opened_fails_with_the_cause(make_fleet: Any
     assert receive.wait(60) is RoomState.FAILED
     assert receive.error["code"] == "ABORTED"
     assert receive.error["text"] == f"agent prefill-0: {ASLEEP}"
-    assert fleet.prefill[0].stats()["rooms"] == {}
+    assert fleet.prefill[0].observe.status()["rooms"] == {}
 
 
 def test_the_admin_socket_answers_for_the_present_components(make_fleet: Any) -> None:

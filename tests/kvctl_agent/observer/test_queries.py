@@ -236,23 +236,6 @@ class TestNumbersAddUp:
         assert ask(connect, done.prefill[1], "status")["rank"] == {"dp": 0, "pp": 0, "cp": 0, "tp": 1, "unique": 1}
         assert time.time_ns() > since
 
-    def test_stats_are_the_numbers_of_status_for_callers_in_the_process(self, done: Any, connect: Any) -> None:
-        done.decode[0].receive(77, [0]).abort("not needed")
-        done.settle()
-        for agent in done.prefill + done.decode:
-            stats, status = agent.stats(), ask(connect, agent, "status")
-            assert not mismatch(stats, snapshots.Stats)
-            for name in ("rooms", "rooms_finished_total", "latency", "ring", "peers"):
-                assert stats[name] == status[name]
-            assert list(stats["bytes_total"]) == list(stats["parts_total"]) == ["staged"]
-            assert sum(stats["bytes_total"].values()) == status["bytes_total"]
-            assert stats["parts_total"]["staged"] == 10 * 2 * (1 if agent.role == "prefill" else 2)
-            assert stats["buffers"] == ask(connect, agent, "staging")["buffers"]
-            assert (stats["buffers"] is None) == (agent.role == "decode")
-            assert stats["quarantined_bytes"] == 0
-        assert done.decode[0].stats()["failures_total"] == {"ABORTED": 1}
-        assert done.decode[0].stats()["rooms_finished_total"] == {"Success": 10, "Failed": 1}
-
     def test_metrics(self, done: Any, connect: Any) -> None:
         for agent in done.prefill + done.decode:
             families = {family["name"]: family for family in ask(connect, agent, "metrics")}

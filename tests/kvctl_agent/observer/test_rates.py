@@ -112,18 +112,6 @@ class TestLatencies:
         quantiles = {f"p{percent}_ns": nearest_rank(kept, percent / 100) for percent in (50, 90, 99)}
         assert latencies.summary() == {**quantiles, "count": len(values)}
 
-    def test_those_after_a_number(self) -> None:
-        latencies = Latencies(keep=3)
-        assert latencies.after(0) == ([], 0)
-        for value in (5, 6):
-            latencies.add(value)
-        assert latencies.after(0) == ([5, 6], 2)
-        assert latencies.after(1) == ([6], 2)
-        assert latencies.after(2) == ([], 2)
-        for value in (7, 8, 9, 10):
-            latencies.add(value)
-        assert latencies.after(2) == ([8, 9, 10], 6)
-
 
 def test_rooms_that_ended_in_the_window_are_counted_by_state() -> None:
     ends = RecentEnds(300 * SECOND)

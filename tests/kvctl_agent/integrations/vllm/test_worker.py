@@ -197,7 +197,7 @@ class TestOrders:
 
     def test_a_cached_prefix_is_not_transferred(self, pair: Pair) -> None:
         name = pair.to_decode(pair.to_prefill(pair.name()))
-        before = sum(pair.prefill.agents[0].stats()["bytes_total"].values())
+        before = pair.prefill.agents[0].observe.status()["bytes_total"]
         pair.decode.receive(name, cached=64)
         pair.decode.step()
         pair.prefill.step({name: 100})
@@ -206,7 +206,7 @@ class TestOrders:
         pair.sent(name)
         model = pair.prefill.model
         block = model.block * model.heads * 2 * model.dim * 4 * len(model.groups[0][0])
-        assert sum(pair.prefill.agents[0].stats()["bytes_total"].values()) - before == 3 * block
+        assert pair.prefill.agents[0].observe.status()["bytes_total"] - before == 3 * block
 
     def test_a_prompt_that_decode_has_cached(self, pair: Pair) -> None:
         name = pair.to_decode(pair.to_prefill(pair.name(), 64), 64)
