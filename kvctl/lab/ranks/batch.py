@@ -59,8 +59,7 @@ class Batch:
             failures=[[index, text] for index, text in self.failures.items()],
             held=held,
             counters=measure.growth(self._counters, measure.counters(agent.observe.metrics())),
-            # Agents keep a limited number of rooms: the rooms of a long run that ended first may have been discarded.
-            stages=measure.stages(agent.observe.layers, [number for number in succeeded if find(number)]),
+            stages=measure.stages(find, list(succeeded)),
             ring_high_water_bytes=staging["ring"]["high_water_bytes"] if staging["ring"] else 0,
             cpu_ns=cpu_ns,
             peak_rss_bytes=measure.peak_rss_bytes(),

@@ -8,12 +8,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
 
 from kvctl.lab.ranks.messages import Gpu
-from kvctl_agent.contract.snapshots import LayerRow, MetricFamily
+from kvctl_agent.contract.snapshots import MetricFamily
 from kvctl_agent.contract.states import STAGES
 from kvctl_agent.device.base import Device
-from kvctl_agent.errors import RequestRefused
 from kvctl_agent.observer.room_records import FoldedRoom
 from kvctl_agent.paths.peer_connection import PeerConnection
 
@@ -47,27 +47,34 @@ def growth(before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mappin
     return grown
 
 
-def stages(layers: Callable[[int], Sequence[LayerRow]], rooms: Sequence[int]) -> dict[str, list[int]]:
-    """Samples the time that parts spend in each stage.
+def stages(find: Callable[[int], Sequence[FoldedRoom]], rooms: Sequence[int]) -> dict[str, list[int]]:
+    """Samples the time that parts spend in each stage, since the end of the stage before.
 
     Args:
-        layers: the agent's `layers` command for one room, whose rows have percentiles over the parts of the room.
+        find: returns the agent's records of a room number; none of a room that the agent has discarded.
         rooms: numbers of successful rooms in order; the last `MAX_SAMPLED_ROOMS` are sampled, because agents keep only
             a few hundred rooms.
 
     Returns:
-        For each stage, the medians in nanoseconds of all rows of the sampled rooms.
+        For each stage, the median in nanoseconds of the parts of each sampled room.
     """
     samples: dict[str, list[int]] = {}
     for room in rooms[-MAX_SAMPLED_ROOMS:]:
-        try:
-            rows = layers(room)
-        except RequestRefused:
-            continue  # the agent has discarded the room since it was looked up, because other rooms are still ending
-        for row in rows:
-            for stage, summary in row["stages"].items():
-                if summary["p50_ns"] is not None:
-                    samples.setdefault(stage, []).append(summary["p50_ns"])
+        took: dict[str, list[int]] = {}
+        for record in find(room):
+            parts: dict[tuple[object, ...], dict[str, int]] = {}
+            for event in record.events:
+                if event.layers is not None and event.stage in STAGES:
+                    key = event.chunk, event.writer, event.peer, event.layers
+                    parts.setdefault(key, {})[event.stage] = event.at_ns
+            for (chunk, *_), moments in parts.items():
+                last = record.chunks_ready.get(chunk)  # type: ignore[call-overload]
+                for stage in (stage for stage in STAGES if stage in moments):
+                    if last is not None:
+                        took.setdefault(stage, []).append(max(0, moments[stage] - last))
+                    last = moments[stage]
+        for stage, each in took.items():
+            samples.setdefault(stage, []).append(median_low(each))
     return samples
 
 

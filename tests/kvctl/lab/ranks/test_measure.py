@@ -9,20 +9,21 @@ import pytest
 
 from kvctl.lab.ranks import measure
 from kvctl.lab.ranks.measure import device_gb_per_s, peer_gb_per_s
-from kvctl_agent.errors import PeerDisconnected, RequestRefused
+from kvctl_agent.errors import PeerDisconnected
+from kvctl_agent.observer.room_records import FoldedRoom, Part
 from kvctl_agent.paths.peer_connection import MappedMemory
 from tests.support.host_device import HostDevice, at
 
 
-def test_a_room_that_its_agent_has_just_forgotten_spoils_no_report() -> None:
-    """With many rooms the last ones still end, and push out others, while the report is made."""
+def test_stages_last_from_the_one_before_and_forgotten_rooms_spoil_no_report() -> None:
+    def find(room: int) -> Any:
+        record = FoldedRoom(1, room, 1, "prefill", 0, 100)
+        for chunk in (0, 1):
+            moments = {"ready": 100, "gate": 100 + room, "wire": 900}
+            record.part(Part((0, chunk, (0, 4)), "decode-0", "bulk", 1, moments, None))
+        return [record] if room != 2 else []
 
-    def layers(room: int) -> list[Any]:
-        if room == 2:
-            raise RequestRefused("unknown-room", "decode-3 knows no room 2, active or recent")
-        return [{"stages": {"gather": {"p50_ns": room}, "wire": {"p50_ns": None}}}]
-
-    assert measure.stages(layers, [1, 2, 3]) == {"gather": [1, 3]}
+    assert measure.stages(find, [1, 2, 3]) == {"ready": [0, 0], "gate": [1, 3], "wire": [799, 797]}
 
 
 class TestLayerGroups:
