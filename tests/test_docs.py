@@ -21,7 +21,6 @@ import pytest
 from benchmarks.side_by_side import ROWS
 from docs import figures
 from kvctl.cli import cli
-from kvctl.commands import wait
 from kvctl.commands.options import GlobalOptions, KvctlGroup
 from kvctl.health.check import parse_thresholds
 from kvctl.health.codes import CODES_BY_NAME
@@ -191,8 +190,6 @@ def test_a_command_can_be_typed(mention: Mention, tmp_path: Path, monkeypatch: p
     for name in named:
         assert view is not None, "no view, no columns"
         assert view.column(name.removeprefix("-")) is not None, name
-    if goal := context.params.get("goal"):
-        wait.parse(goal)
     if "crit" in context.params:
         area = str(context.info_name)
         parse_thresholds(context.params["warn"], context.params["crit"], [area] if area in AREAS else [*AREAS])

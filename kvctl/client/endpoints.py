@@ -89,21 +89,6 @@ class Endpoint:
         return self.host_name or host_of(self.remote)
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """An agent that a source has named before and names no more.
-
-    Attributes:
-        endpoint: its name and last address.
-        seen_ns: wall time when the source last named it.
-        host: name of its host; "" if unknown.
-    """
-
-    endpoint: Endpoint
-    seen_ns: int
-    host: str = ""
-
-
 @dataclass(slots=True)
 class Discovery:
     """Result of `discover`: which agents exist and which are alive.
@@ -113,14 +98,12 @@ class Discovery:
         live: endpoints with a listening process or whose agent runs, and all TCP endpoints.
         stale: socket files of processes that have ended.
         faults: named endpoints that are missing, stale or not permitted.
-        vanished: agents that sources have named within a day and name no more.
     """
 
     directory: Path
     live: list[Endpoint] = field(default_factory=list)
     stale: list[Endpoint] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    vanished: list[Gone] = field(default_factory=list)
 
 
 def discover(
@@ -198,7 +181,6 @@ def _select(wanted: Sequence[str], found: Discovery, sources: AgentSources | Non
     for each in wanted:
         if is_url(each):
             found.faults += named_by[each].faults
-            found.vanished += named_by[each].gone
             for endpoint in named_by[each].endpoints:
                 chosen.setdefault(endpoint.address, endpoint)
             continue

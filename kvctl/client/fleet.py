@@ -111,17 +111,6 @@ class Survey:
     tick_ns: int = field(default_factory=time.monotonic_ns)
     remarks: list[str] = field(default_factory=list)
 
-    def vanished(self) -> list[str]:
-        """Returns a line for each of the latest agents that their source names no more, and one for all others."""
-        gone = sorted(self.discovery.vanished, key=lambda each: each.seen_ns, reverse=True)
-        lines = [
-            f"{each.endpoint.name}{f' on {each.host}' if each.host else ''} vanished {ago(self.at_ns - each.seen_ns)} "
-            f"ago, last at {each.endpoint.shown_address}"
-            for each in gone[:_VANISHED_SHOWN]
-        ]
-        more = len(gone) - len(lines)
-        return [*lines, f"{more} more vanished: kvctl agents lists them"] if more else lines
-
     def answers(self, command: str) -> list[tuple[AgentAnswer, Any]]:
         """Returns every agent that answered `command`, paired with its answer."""
         return [(agent, agent.data[command]) for agent in self.agents if command in agent.data]
@@ -148,7 +137,6 @@ def room_rows(data: Mapping[str, Any], command: str) -> Sequence[Any]:
     return rows
 
 
-_VANISHED_SHOWN = 3
 _ENDED_SHOWN = 4
 _DISCOVERY_REST = 100
 _CHEAP_DISCOVERY_NS = 10_000_000
@@ -226,7 +214,6 @@ class Fleet:
         large = tuple(calls[: len(HEALTH_CALLS)]) == HEALTH_CALLS and asked_at_all > BRIEF_ABOVE
         asked = (BRIEF, *calls[len(HEALTH_CALLS) :]) if large else calls
         survey = gather(self._found, asked, self._labels, self.ask, self._hellos, self._names, backed_off)
-        self._remember(survey)
         if len(survey.faults) > len(backed_off.keys() & survey.unusable.keys()) or not survey.agents:
             self._discovery_due_ns = self._earliest_discovery_ns
         for _ in range(clock_rounds - 1):
@@ -234,18 +221,6 @@ class Fleet:
             share_clocks(survey.agents)
         survey.at_ns, survey.tick_ns = time.time_ns(), time.monotonic_ns()
         return survey
-
-    def _remember(self, survey: Survey) -> None:
-        """Tells the sources who the agents are; removes from the vanished ones those that are elsewhere now."""
-        identities = {agent.endpoint.address: (agent.own_name, agent.host) for agent in survey.agents}
-        self._sources.learn(identities)
-        live, present = {each.address for each in self._found.live}, set(identities.values())
-        latest = {each.endpoint.address: each for each in sorted(self._found.vanished, key=lambda each: each.seen_ns)}
-        self._found.vanished = [
-            each
-            for address, each in latest.items()
-            if address not in live and (each.endpoint.name, each.host) not in present
-        ]
 
     def _discover(self, now: int) -> None:
         """Discovers the agents; where that takes long, as in large fleets, it takes at most a hundredth of a core."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from kvctl.client.discovery import is_url, memory
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.commands.options import command
@@ -34,8 +33,7 @@ AGENTS = View(
         Column(
             "state",
             help="ok, draining, stopped (its process is), starved (its control loop does not run), ended (its process "
-            "has, and its observer keeps what it left), stale (it has ended and left only its socket), vanished, or an "
-            "error.",
+            "has, and its observer keeps what it left), stale (it has ended and left only its socket), or an error.",
             styles=palette.AGENT_STATES,
         ),
         Column("role", styles=palette.ROLES),
@@ -43,7 +41,6 @@ AGENTS = View(
         Column("rtt", Kind.DURATION),
         Column("uptime", Kind.DURATION),
         Column("ended_age", Kind.DURATION, Width.WIDE, "Time since its process ended."),
-        Column("vanished", Kind.DURATION, Width.WIDE, "Time since its source last named the agent."),
         Column("version"),
         Column("pid", Kind.ID),
         Column("incarnation", width=Width.NORMAL),
@@ -66,28 +63,23 @@ AGENTS = View(
     view=AGENTS,
     examples=[
         ("Agents of this machine", "kvctl agents"),
-        ("Remove what ended agents left, and forget those that vanished", "kvctl agents --prune"),
+        ("Remove what ended agents left", "kvctl agents --prune"),
         ("Agents on other machines", "kvctl agents -e tcp://node-1:7000 --key ops --server-key fleet.pub"),
     ],
 )
-@click.option("--prune", is_flag=True, help="First remove what ended agents left, and forget vanished ones.")
+@click.option("--prune", is_flag=True, help="First remove what ended agents left.")
 def agents(settings: Settings, prune: bool) -> None:
     """List the agents: state, round trip, uptime, version, incarnation, clock offset and its error bound.
 
     Of an agent that was killed, its observer keeps what it left for an hour (black_box_s of its configuration): it is
     listed as ended. Where no observer process could be started, it leaves its socket, which is listed as stale; the
     exit code is then 7. --prune removes both; the next agent that starts on this machine removes such sockets, too.
-
-    An agent that a source of the context or of -e has named within the last day, and names no more, is listed as
-    vanished with its last endpoint; that is no error, because fleets shrink. --prune also forgets those agents.
     """
     if prune:
         live_only(settings)
         removed, ended = _prune(socket_dir()), sockets.prune_black_boxes(socket_dir())
-        forgotten = sum(memory.forget(each) for each in settings.endpoints if is_url(each))
         notes = [f"removed the sockets of {', '.join(removed)}"] if removed else []
         notes += [f"removed the black boxes of {', '.join(ended)}, listed for another second"] if ended else []
-        notes += [f"forgot {forgotten} vanished agent{'s' * (forgotten != 1)}"] if forgotten else []
         Output(settings).note("; ".join(notes) or "no ended agents")
     run(settings, AGENTS, (), _read, clock_rounds=_CLOCK_ROUNDS)
 
@@ -150,16 +142,6 @@ def _read(survey: Survey) -> Report:
         for fault in survey.faults
         if fault.agent and fault.agent not in stale
     ]
-    rows += [
-        {
-            "agent": each.endpoint.name,
-            "host": each.host or None,
-            "state": "vanished",
-            "vanished_ns": survey.at_ns - each.seen_ns,
-            "endpoint": each.endpoint.shown_address,
-        }
-        for each in survey.discovery.vanished
-    ]
     text = "its process has ended and left its socket: kvctl agents --prune removes it"
     faults = [*survey.faults, *(Fault(name, FaultCode.UNREACHABLE, text) for name in sorted(stale.keys() - failed))]
-    return Report(AGENTS, rows, answered, faults, notes=survey.vanished())
+    return Report(AGENTS, rows, answered, faults)

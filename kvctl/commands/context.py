@@ -86,7 +86,6 @@ def show(settings: Settings, name: str | None) -> None:
             "kvctl context add pods -e dns://kv-agents.default.svc:7311 --server-key fleet.pub",
         ),
         ("Agents that a file lists, which is read again each time", "kvctl context add lab -e file:///etc/agents.txt"),
-        ("Agents that a command prints", "kvctl context add batch -e exec:/opt/fleet/list-agents"),
         ("Decode ranks of this machine", "kvctl context add decode -l role=decode"),
     ],
 )

@@ -99,7 +99,6 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
     output = Output(settings)
     pause_ns = settings.watch_ns or 0
     reported: tuple[Fault, ...] | None = None
-    vanished: set[str] = set()
     with source(settings) as fleet:
         while True:
             started = time.monotonic_ns()
@@ -109,10 +108,6 @@ def follow(settings: Settings, calls: Callable[[], Sequence[Call]], step: Callab
                 for line in lines(faults, survey.hosts):
                     output.note(line)
                 reported = faults
-            gone = {each.endpoint.address for each in survey.discovery.vanished}
-            for line in survey.vanished() if gone - vanished else ():
-                output.note(line)
-            vanished = gone
             with _missing_data_explained(settings):
                 step(output, survey)
             if not fleet.advance():

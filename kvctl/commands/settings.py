@@ -15,14 +15,13 @@ from typing import Any
 
 import click
 
-from kvctl.client.discovery import EXEC, is_url, open_source, split
+from kvctl.client.discovery import is_url, open_source, split
 from kvctl.client.endpoints import LABELS, is_address
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.commands.context_file import Contexts
 from kvctl.render.units import parse_seconds
 from kvctl_agent.contract import toml_files
 from kvctl_agent.contract.values import shown
-from kvctl_agent.host.sockets import check_path
 
 OUTPUTS = ("table", "wide", "tsv", "json", "jsonl", "csv")
 DEFAULT_OUTPUT = "table"
@@ -132,12 +131,10 @@ class _Layer:
     Attributes:
         origin: formats a key and this source for an error message.
         values: the values by key.
-        path: the file that has the values; None of flags and environment.
     """
 
     origin: Callable[[str], str]
     values: Mapping[str, Any]
-    path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +166,7 @@ class _Sources:
             return cls(flags, None, tuple(layers))
         origin = "context in use" if chooser is None else layers[chooser].origin(CONTEXT)
         values = saved.find(name, origin)
-        context = _Layer(lambda key: f"{key} of context {name} in {saved.path}", values, saved.path)
+        context = _Layer(lambda key: f"{key} of context {name} in {saved.path}", values)
         layers.insert(1 if chooser == 0 else 2, context)
         return cls(flags, context, tuple(layers))
 
@@ -196,11 +193,6 @@ class _Sources:
             converted = convert(layer.values[key])
         except ValueError as error:
             raise click.UsageError(f"{layer.origin(key)}: {error}") from error
-        if key == "endpoint" and layer.path is not None and any(each.startswith(EXEC) for each in converted):
-            try:
-                check_path(layer.path, of_socket=False)
-            except OSError as error:
-                raise click.UsageError(f"{layer.origin(key)}: the command is not run: {error}") from None
         return converted
 
     def labels(self) -> dict[str, str]:
@@ -243,11 +235,11 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Converts values of `-e`: a tuple (flags), words or a comma list (variables), or a string or list (files)."""
-    names = split(value) if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+    """Converts values of `-e`, which may have several words or a comma list each: a tuple, a list or a string."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{shown(value)} is not a list of agent names")
-    return tuple(names)
+    return tuple(name for text in texts for name in split(text))
 
 
 def _duration_ns(value: Any) -> int:
@@ -297,4 +289,4 @@ def user_file() -> _Layer:
         raise click.UsageError(f"{path} cannot be read: {error}") from None
     if unknown := values.keys() - set(FILE_KEYS):
         raise click.UsageError(f"{path}: unknown key {shown(sorted(unknown)[0])}; known: {', '.join(FILE_KEYS)}")
-    return _Layer(lambda key: f"{key} in {path}", values, path)
+    return _Layer(lambda key: f"{key} in {path}", values)

@@ -76,7 +76,7 @@ def _read(survey: Survey, health: HealthWatch, by: str | None) -> Report:
         blocks=lambda kept, width: screen(
             kept, len(found.faults), in_short(raised, muted, not survey.faults), _table(kept, by)
         ),
-        notes=[*found.notes, *look.remarks, *survey.vanished()],
+        notes=[*found.notes, *look.remarks],
     )
 
 

@@ -18,7 +18,6 @@ AGENT_STATES = {
     "starved": "bold red",
     "ended": "yellow",
     "stale": "yellow",
-    "vanished": "dim",
 }
 LINK_STATES = {"active": "green", "up": "green", "down": "bold red"}
 SEVERITIES = {"debug": "dim", "warning": "yellow", "error": "bold red"}

@@ -91,7 +91,6 @@ def banner(store: Store, mode: Mode) -> list[Ends]:
     lines += silent[:_MAX_NAMED]
     if len(silent) > _MAX_NAMED:
         lines.append(([(f"○ and {len(silent) - _MAX_NAMED} more do not answer", "bold yellow")], []))
-    lines += [([(f"○ {text}", "dim")], []) for text in (store.survey.vanished() if store.survey else ())]
     return lines
 
 

@@ -253,14 +253,13 @@ class Store:
                 if command == _STATUS or not (brief or command in shown)
             }
         reasons = {fault.agent: fault.message for fault in survey.faults}
-        vanished = {each.endpoint.address for each in survey.discovery.vanished}
         known = {name for state in self.agents.values() for name in (state.name, state.endpoint.name)}
         self.never_heard = [fault for fault in survey.faults if fault.agent not in known]
         for name, state in list(self.agents.items()):
             if name in answered:
                 continue
             state.trouble = reasons.get(name) or reasons.get(state.endpoint.name) or "it is gone"
-            if self.now_ns - state.seen_ns > _FORGET_NS or state.endpoint.address in vanished:
+            if self.now_ns - state.seen_ns > _FORGET_NS:
                 del self.agents[name]
 
     def _add_events(self, agent: AgentAnswer, data: Mapping[str, Any]) -> None:

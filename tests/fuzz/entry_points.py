@@ -94,7 +94,7 @@ def endpoint(data: bytes) -> None:
 def cli_endpoint(data: bytes) -> None:
     """A value of `-e`: an address, a path, a discovery URL, or a list of them."""
     text = _text(data)
-    if is_address(text) and not text.startswith("exec:"):
+    if is_address(text):
         try:
             source = open_source(text, KeyNames()) if is_url(text) else endpoint_of(text)
             assert source is not None

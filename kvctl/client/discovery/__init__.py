@@ -1,4 +1,4 @@
-"""Discovery URLs: values of `-e` that name a source which knows many agents, such as a registry, a file or a command.
+"""Discovery URLs: values of `-e` that name a source which knows many agents, such as a registry or a file.
 
 Each kind of source is an `AgentSource` in a module of this package, which is imported when such a URL is first used.
 `AgentSources` asks the sources of a fleet, all at the same time.
@@ -26,12 +26,10 @@ class Kind(NamedTuple):
     source: str
 
 
-EXEC = "exec:"
 KINDS: dict[str, Kind] = {
     "registry": Kind("registry://", "registry://HOST:PORT", "RegistrySource"),
     "dns": Kind("dns://", "dns://NAME:PORT", "DnsSource"),
     "file": Kind("file://", "file:///PATH", "FileSource"),
-    "exec": Kind(EXEC, "exec:COMMAND", "CommandSource"),
     "kubernetes": Kind(
         "kubernetes://", "kubernetes://NAMESPACE[/LABEL=VALUE,…][?port=NAME][&context=NAME]", "PodSource"
     ),
@@ -39,10 +37,7 @@ KINDS: dict[str, Kind] = {
 """Kinds of sources by scheme, which is also the name of the module."""
 
 _PREFIXES = tuple(kind.prefix for kind in KINDS.values())
-# A command takes the rest of the text; other URLs may contain commas and end at white space.
-_PIECES = re.compile(
-    rf"{EXEC}.*|(?:{'|'.join(re.escape(prefix) for prefix in _PREFIXES if prefix != EXEC)})\S*|[^\s,]+", re.DOTALL
-)
+_PIECES = re.compile(rf"(?:{'|'.join(_PREFIXES)})\S*|[^\s,]+")  # URLs may contain commas
 
 
 def is_url(text: str) -> bool:
@@ -51,7 +46,7 @@ def is_url(text: str) -> bool:
 
 
 def split(text: str) -> list[str]:
-    """Splits a text with several values of `-e` at commas and white space; a command takes the rest of the text."""
+    """Splits a text with several values of `-e` at commas and white space."""
     return _PIECES.findall(text)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvctl.client.calls import Call
 from kvctl.client.discovery import KINDS, malformed
 from kvctl.client.discovery.source import MAX_AGENTS, AgentSource, Found, SourceError
-from kvctl.client.endpoints import Endpoint, Gone, endpoint_of, probe
+from kvctl.client.endpoints import Endpoint, endpoint_of, probe
 from kvctl.client.fanout import Fanout
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
@@ -66,7 +66,7 @@ class RegistrySource(AgentSource):
         if not isinstance(reply.data, list) or not all(map(_is_row, reply.data)):
             raise SourceError("its answer to `agents` is not valid: update kvctl", FaultCode.PROTOCOL)
         endpoints: dict[str, Endpoint] = {}
-        gone: list[Gone] = []
+        silent: list[tuple[int, Endpoint]] = []
         faults: list[Fault] = []
         for row in reply.data[:MAX_AGENTS]:
             try:
@@ -76,21 +76,23 @@ class RegistrySource(AgentSource):
                     faults.append(Fault(row["name"], FaultCode.UNREACHABLE, str(error)))
                 continue
             if row["role"] == "decode" and row["heard_ns"] >= _SILENT_NS:
-                gone.append(Gone(endpoint, reply.received_at_ns - row["heard_ns"], row["host"]))
+                silent.append((row["heard_ns"], endpoint))
             else:
                 endpoints[endpoint.address] = endpoint
-        asleep = {each.address: each for each in self._asleep(gone, endpoints.keys(), deadline_ns)}
-        left = tuple(each for each in gone if each.endpoint != asleep.get(each.endpoint.address))
-        return Found((*endpoints.values(), *asleep.values()), tuple(faults), left)
+        asleep = {each.address: each for each in self._asleep(silent, endpoints.keys(), deadline_ns)}
+        return Found((*endpoints.values(), *asleep.values()), tuple(faults))
 
-    def _asleep(self, silent: Sequence[Gone], named: Collection[str], deadline_ns: int) -> list[Endpoint]:
+    def _asleep(
+        self, silent: Sequence[tuple[int, Endpoint]], named: Collection[str], deadline_ns: int
+    ) -> list[Endpoint]:
         """Returns the silent ranks whose admin sockets answer: their engine has unregistered its memory.
 
         Args:
+            silent: ranks, with the time since the registry last heard from each.
             named: addresses of other ranks, which are not asked.
         """
         now = time.monotonic_ns()
-        latest = {each.endpoint.address: each.endpoint for each in sorted(silent, key=lambda each: each.seen_ns)}
+        latest = {each.address: each for _, each in sorted(silent, key=lambda each: -each[0])}
         self._due_ns = {address: due for address, due in self._due_ns.items() if address in latest and due > now}
         asked = [each for address, each in latest.items() if address not in named and address not in self._due_ns]
         asked = asked[-_MOST_ASKED:]

@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kvctl.client.discovery import open_source
-from kvctl.client.endpoints import Endpoint, Gone
+from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault, FaultCode
 from kvctl.client.keys import KeyNames
 
 MAX_AGENTS = 1 << 14
 _GRACE_NS = 50_000_000
 _REFRESH_WAIT_NS = 100_000_000
+_SAVE_EVERY_NS = 60_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,10 @@ class Found:
         endpoints: the agents that it names now.
         faults: what is wrong with the source (`Fault.agent` is "", the message begins with the URL) or with agents that
             it names.
-        gone: agents that it has named before and names no more.
     """
 
     endpoints: tuple[Endpoint, ...] = ()
     faults: tuple[Fault, ...] = ()
-    gone: tuple[Gone, ...] = ()
 
 
 class SourceError(Exception):
@@ -74,9 +73,6 @@ class AgentSource(ABC):
             CliError: a key or a setting is missing.
         """
 
-    def interrupt(self) -> None:  # noqa: B027  most sources end soon by themselves
-        """Ends what a `find` on another thread waits for and nobody needs any more; called once, before `close`."""
-
     def close(self) -> None:  # noqa: B027  most sources keep nothing
         """Releases connections and processes that were kept between calls; called once."""
 
@@ -114,11 +110,6 @@ class AgentSources:
         late = f"no answer within {self._timeout_ns / 1e9:g} s: raise --timeout"
         return {query.source.url: query.found or query.failed(late, FaultCode.TIMEOUT) for query in queries}
 
-    def learn(self, identities: Mapping[str, tuple[str, str]]) -> None:
-        """Stores names and hosts of agents by address, as the agents themselves say them, for later calls of kvctl."""
-        for query in self._queries.values():
-            query.learn(identities)
-
     def close(self) -> None:
         """Closes all sources; one that is still being asked is closed when its answer arrives."""
         for query in self._queries.values():
@@ -130,8 +121,6 @@ class _Query:
     """The thread that asks one source, and its latest answer; threads never overlap."""
 
     def __init__(self, source: AgentSource) -> None:
-        from kvctl.client.discovery.memory import Memory  # local agents do not need it
-
         self.source = source
         self.found: Found | None = None
         self._error: Exception | None = None
@@ -140,7 +129,8 @@ class _Query:
         self._lock = threading.Lock()
         self._busy = False
         self._closed = False
-        self._memory = Memory(source.url)
+        self._named: tuple[tuple[Endpoint, ...], int] | None = None  # by its last answer, at this wall time
+        self._saved: tuple[tuple[Endpoint, ...], int] | None = None  # likewise, what the file has
 
     def begin(self, now_ns: int, deadline_ns: int) -> bool:
         """Asks the source on a new thread if it is due and not being asked; returns whether it does."""
@@ -159,37 +149,29 @@ class _Query:
             self._error = None
             raise error
 
-    def learn(self, identities: Mapping[str, tuple[str, str]]) -> None:
-        """Stores names and hosts of agents by address."""
-        with self._lock:
-            self._memory.learn(identities)
-
     def failed(self, text: str, code: str) -> Found:
         """Returns the agents that the source named before, and the fault for an error of the source itself."""
+        from kvctl.client.discovery.memory import recall
+
         now = time.time_ns()
-        with self._lock:
-            endpoints, gone, named_ns = self._memory.last(now)
+        endpoints, named_ns = self._named or recall(self.source.url, now)
         if endpoints:
             known = f"{len(endpoints)} agent{'s' * (len(endpoints) != 1)}"
             text += f"; asking the {known} that it named {ago(now - named_ns)} ago"
-        return Found(endpoints, (Fault("", code, f"{self.source.url}: {text}"),), gone)
+        return Found(endpoints, (Fault("", code, f"{self.source.url}: {text}"),))
 
     def close(self) -> None:
         """Closes the source, now or when the thread ends."""
         with self._lock:
             self._closed = True
             busy = self._busy
-        if busy:
-            self.source.interrupt()
-        else:
+        if not busy:
             self.source.close()
 
     def _ask(self, deadline_ns: int) -> None:
         try:
-            found = self.source.find(deadline_ns)
-            with self._lock:
-                gone = self._memory.update(found.endpoints, found.gone, time.time_ns())
-            self.found = replace(found, gone=gone)
+            self.found = self.source.find(deadline_ns)
+            self._remember(self.found.endpoints)
         except SourceError as error:
             self.found = self.failed(str(error), error.code)
         except Exception as error:
@@ -199,6 +181,17 @@ class _Query:
             closed = self._closed
         if closed:
             self.source.close()
+
+    def _remember(self, endpoints: tuple[Endpoint, ...]) -> None:
+        from kvctl.client.discovery.memory import recall, remember  # local agents do not need it
+
+        now = time.time_ns()
+        if self._saved is None:
+            self._saved = recall(self.source.url, now)
+        if self._saved[0] != endpoints or now - self._saved[1] > _SAVE_EVERY_NS:
+            self._saved = endpoints, now
+            remember(self.source.url, endpoints, now)
+        self._named = endpoints, now
 
 
 def ago(duration_ns: int) -> str:

@@ -1,4 +1,4 @@
-"""Large fleets in the overview: instances that fold, odd ones first, and agents that vanished."""
+"""Large fleets in the overview: instances that fold, odd ones first."""
 
 from __future__ import annotations
 

@@ -77,21 +77,6 @@ def test_a_killed_agent_grows_stale_and_comes_back(screen: Any, agent: Any) -> N
     assert top.rest() == 0
 
 
-def test_an_agent_that_its_source_names_no_more_has_vanished(
-    screen: Any, agent: Any, tmp_path: Path, socket_directory: Path
-) -> None:
-    for name in ("prefill-0", "decode-0"):
-        agent(name)
-    agents = tmp_path / "agents"
-    agents.write_text("".join(f"{socket_directory}/{name}.sock\n" for name in ("prefill-0", "decode-0")))
-    top = screen("--interval", "200ms", "-e", f"file://{agents}")
-    assert top.passes("decode-0")
-    agents.write_text(f"{socket_directory}/prefill-0.sock\n")
-    assert top.passes("decode-0 on node-3 vanished")
-    top.press("q")
-    assert top.rest() == 0
-
-
 def test_a_hanging_agent_does_not_stop_the_screen(screen: Any, agent: Any) -> None:
     agent("prefill-0")
     victim = agent("decode-0")

@@ -201,7 +201,7 @@ def test_a_row_with_a_wrong_endpoint_harms_no_other(tmp_path: Path) -> None:
     row = {"name": "a", "role": "decode", "host": ELSEWHERE, "socket": "", "address": "10.0.0.9", "heard_ns": 0}
     silent = {**row, "name": "left", "admin": "tcp://10.0.0.9:7312", "heard_ns": 90 * S}
     # libzmq refuses a host name that begins with a dash, which would end all of kvctl's queries.
-    wrong = ["exec:reboot", "tcp://a b:1", "file:///etc/passwd", "tcp://*:7311", "tcp://[::]:1x", "tcp://-x:1"]
+    wrong = ["tcp://a b:1", "file:///etc/passwd", "tcp://*:7311", "tcp://[::]:1x", "tcp://-x:1"]
     here = {**row, "host": socket.gethostname(), "admin": ""}
     rows = [
         {**here, "socket": f"{'/x' * 512}.sock", "name": "long"},
@@ -220,12 +220,9 @@ def test_a_row_with_a_wrong_endpoint_harms_no_other(tmp_path: Path) -> None:
         "no-agent",
         *(f"wrong-{number}" for number in range(len(wrong))),
     }
-    (gone,) = found.gone
-    assert gone.endpoint.name == "left"
-    assert 80 * S < time.time_ns() - gone.seen_ns < 150 * S
 
 
-def test_a_decode_rank_that_leaves_has_vanished_until_it_comes_back(
+def test_a_decode_rank_that_leaves_is_named_no_more_until_it_comes_back(
     remote: Any, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry_source, "_SILENT_NS", 3 * S)
@@ -239,15 +236,13 @@ def test_a_decode_rank_that_leaves_has_vanished_until_it_comes_back(
     assert until(lambda: len(survey().agents) == 3, "not all agents answer")
     for _ in range(2):
         remote.decode.pop().close()
-        gone = until(lambda: survey().discovery.vanished, "the rank that has left is not shown as vanished")
-        assert [(each.endpoint.name, each.host) for each in gone] == [("decode-0", ELSEWHERE)]
+        until(lambda: not survey().faults, "the rank that has left is still named")
         assert {agent.name for agent in survey().agents} == {"prefill-0", "prefill-1"}
         remote.decode.append(remote.decode_agent(0).start())
-        back = until(lambda: len((seen := survey()).agents) == 3 and seen, "the rank that came back is not shown")
-        assert back.discovery.vanished == []
+        until(lambda: len(survey().agents) == 3, "the rank that came back is not shown")
 
 
-def test_a_decode_rank_whose_engine_sleeps_has_not_vanished(
+def test_a_decode_rank_whose_engine_sleeps_is_still_named(
     remote: Any, keys: Keys, kvctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After `Agent.unregister` it asks the registry no more, and its admin socket still answers."""
@@ -267,13 +262,12 @@ def test_a_decode_rank_whose_engine_sleeps_has_not_vanished(
     with Fleet([url], {}, 60 * S, keys.names) as fleet:
         survey = fleet.survey()
     assert {agent.name for agent in survey.agents} == NAMES
-    assert (survey.faults, survey.vanished()) == ([], [])
+    assert survey.faults == []
     decode.close()
     more = ("--key", keys.names.own, "--server-key", keys.names.server)
     outcome = kvctl("-e", url, *more, "status", "--timeout", "60s")
     assert outcome.code == 0, outcome.err
-    (line,) = outcome.err.splitlines()
-    assert line.startswith("kvctl: decode-0 on node-7 vanished ")
+    assert "decode-0" not in outcome.out
 
 
 def test_a_silent_rank_that_does_not_answer_is_asked_once_and_briefly(
@@ -299,7 +293,6 @@ def test_a_silent_rank_that_does_not_answer_is_asked_once_and_briefly(
         for _ in range(2):
             found = source.find(time.monotonic_ns() + 60 * S)
             assert (found.endpoints, found.faults) == ((), ())
-            assert {gone.endpoint.name for gone in found.gone} == {"mute", "other"}
         assert time.monotonic() - began < 30, "not the time limit of the source"
         assert [json.loads(body)["cmd"] for body in asked] == ["hello", "hello"]
 
