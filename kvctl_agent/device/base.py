@@ -46,11 +46,7 @@ PageIds = npt.NDArray[np.int32]
 
 
 class Event(Protocol):
-    """An event on a stream; it is done when all work enqueued before it has ended.
-
-    Attributes:
-        handle: The driver's handle.
-    """
+    """An event on a stream; it is done when all work enqueued before it has ended."""
 
     handle: Any
 
@@ -80,8 +76,6 @@ class PageStrides(NamedTuple):
 
     Attributes:
         page: Distance between pages of the engine, each of which consists of `split` consecutive pages of the copy.
-        row: Distance between rows.
-        head: Distance between heads.
         split: Pages of the copy in a page of the engine.
         sub: Distance between the pages of the copy within a page of the engine; unused if `split` is 1.
     """
@@ -100,8 +94,6 @@ class Geometry(NamedTuple):
     have no gaps. Heads are copied in the order page, row, head.
 
     Attributes:
-        rows: Rows of a page.
-        heads: Heads of a row.
         width: Bytes of a head in one row, contiguous on both sides.
         src, dst: Strides of the source and the destination; None if packed.
     """
@@ -162,7 +154,6 @@ class Batch(NamedTuple):
     """Blocks of one geometry that one launch copies, for example all layers of K and V of several parts.
 
     Attributes:
-        geometry: Geometry of all blocks.
         blocks: int64 `[n, 5]`. The columns are the source address (first head of page 0 if paged, else the first packed
             page), the destination address likewise, the index of the first source page in the launch's page list, the
             index of the first destination page in it (both unused on a packed side), and the number of pages.
@@ -205,7 +196,6 @@ class Table:
     time on the host.
 
     Attributes:
-        geometry: Geometry of all blocks.
         paged: int64 `[n]`, the paged address of each block, as in a batch.
         before: int64 `[n]`, the offset of each block on the packed side, in bytes, if every block has one page.
         bits: Bitwise or of all numbers in `paged` and `before`, which shows their common alignment.
@@ -224,7 +214,6 @@ class BlockRange(NamedTuple):
         lo, hi: Blocks [lo, hi).
         shift: Bytes added to every paged address, for example the offset of the first head.
         packed: Address on the packed side; block b begins at packed + before[b] * pages.
-        pages: Number of pages.
         first_page: Index of the first page in the launch's page list.
     """
 
@@ -326,7 +315,6 @@ class RowCopies(Protocol):
         Args:
             batches: Batches and block ranges of gathers, whose destination addresses are positions in the part. The
                 width of a geometry is that of a head.
-            pages: As for `begin`.
 
         Raises:
             DeviceError: the kernel could not be launched.
@@ -362,8 +350,6 @@ class Export(NamedTuple):
     Attributes:
         addr, nbytes: Address in the exporting process, and size of the whole allocation.
         kind: Kind of the handle: "ipc" (within a host) or "fabric" (between hosts of one NVLink domain).
-        handle: The driver's handle.
-        device: UUID of the device.
     """
 
     addr: int
@@ -405,7 +391,6 @@ class Device(Protocol):
 
     Attributes:
         index: Number of the device in this process, as in the engine's tensors.
-        name: Display name.
         pci: PCI address as in /sys, such as 0000:19:00.0; None for a device that is not on a PCI bus.
         event_query: Address of the driver's function that tells the state of an event; 0 if it has none.
     """
@@ -426,7 +411,6 @@ class Device(Protocol):
         """Allocates memory, aligned to at least 256 bytes, not zeroed.
 
         Args:
-            nbytes: Size of the allocation.
             pool: "default", or "vmm" for memory that other hosts of the GPU's NVLink domain can map, if it is in one.
 
         Raises:
@@ -451,7 +435,6 @@ class Device(Protocol):
 
         Args:
             target, source: Addresses in this device's memory or in a mapped peer's memory.
-            nbytes: Number of bytes.
 
         Returns:
             An event that is done when the copy has ended.
@@ -484,7 +467,6 @@ class Device(Protocol):
         """Maps a peer's allocations.
 
         Args:
-            exports: The peer's exports.
             same_process: Whether the peer is another agent of this process, so that addresses are the same.
 
         Raises:

@@ -31,12 +31,7 @@ class CudaDevice:
     """One GPU of this process. `open_device` creates one object per GPU, which lives until the process ends.
 
     Attributes:
-        index: Number of the GPU in this process.
-        name: Display name with number and model.
-        uuid: UUID of the GPU.
-        pci: PCI address of the GPU as in /sys.
         context: The primary context, which engines use too.
-        events: Pool of events for the streams of this GPU.
         kernels: Loaded kernels, shared by all `RowCopies`.
     """
 

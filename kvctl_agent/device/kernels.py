@@ -38,8 +38,6 @@ class Variant(NamedTuple):
 
     Attributes:
         tile_units: Units that one thread block copies per iteration.
-        warps: Warps of a thread block.
-        ranges: Whether the kernel copies block ranges of a table.
         check: Bytes of the words of a checksum; 0 for a copy.
     """
 
@@ -70,10 +68,7 @@ def variant(geometry: Geometry, bits: int, tile: Tile, ranges: bool = False, che
     """Returns the kernel variant that copies blocks of a geometry, or computes their checksum.
 
     Args:
-        geometry: Row geometry of the blocks.
         bits: Bitwise or of all addresses and offsets of the blocks, which shows their common alignment.
-        tile: Largest tile.
-        ranges: Whether the kernel copies block ranges of a table.
         checksum: Whether the kernel computes the checksum of the blocks; the width of the geometry is that of a head.
 
     Raises:
@@ -124,10 +119,8 @@ class Program(NamedTuple):
     """Machine code of one variant.
 
     Attributes:
-        name: Name of the kernel function.
         cubin: Machine code for one compute capability.
         ptx: The PTX that it was assembled from.
-        threads: Threads of a thread block.
         shared: Bytes of dynamic shared memory of a thread block.
         appended: Number of arguments that the compiler appended; all are passed as null.
     """
@@ -175,8 +168,6 @@ def assemble(
         function: The kernel's Python function, which may refer only to `triton.language`.
         arguments: Types of the launch arguments by name, in order.
         values: Values of all other parameters by name, which are compile-time constants.
-        warps: Warps of a thread block.
-        capability: As for `program`.
 
     Raises:
         DeviceUnavailable: as for `program`.
@@ -257,7 +248,6 @@ class Kernel(NamedTuple):
     """A variant of the copy kernel that is loaded into a context.
 
     Attributes:
-        function: The driver's function handle.
         threads, shared, appended: As in `Program`.
     """
 

@@ -17,7 +17,6 @@ class UploadSlot:
     """A pinned host buffer and a device buffer for the tables of one copy request.
 
     Attributes:
-        host: Address of the pinned memory.
         device: Address of the copy on the device, which kernels read.
         memory, words, page_ids: Views of the pinned memory as bytes, int64 and int32.
         until: Event after which the device no longer reads the slot; None if the slot has never been used.
@@ -189,8 +188,6 @@ def split(batches: Sequence[Batch | BlockRanges], pages: PageIds, nbytes: int) -
     Yields requests of one batch, each with its own page list, that together make the same copies.
 
     Args:
-        batches: The batches and block ranges of the request.
-        pages: Page list of the request.
         nbytes: Maximum bytes of the tables of one batch.
     """
     rows = max(1, nbytes // 2 // _BLOCK_BYTES)

@@ -60,7 +60,6 @@ class _Launch:
     """A kernel and its argument block, which the driver reads during the launch call.
 
     Attributes:
-        kernel: The loaded kernel.
         arguments: Eight bytes per argument, 32-bit arguments in the lower half; arguments that the compiler appended
             stay null.
         parameters: Address of the array of the arguments' addresses.

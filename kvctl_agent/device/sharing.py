@@ -177,8 +177,6 @@ class PeerMapping:
 
         Args:
             cache: mappings of the device; None if the peer is another agent of this process.
-            exports: the peer's exports.
-            lane: the interconnect to the memory, as in `Mapping`.
 
         Raises:
             DeviceError: an allocation cannot be mapped; those already mapped are unmapped again.

@@ -39,7 +39,6 @@ class EngineAgent(Agent):
         rank: coordinates of the worker; its `stages` are taken from `stages`.
         stages: shape of the KV of each pipeline stage (`KVPool.shape`), gathered by the engine; empty for one stage.
         axes: ranks and sizes on the axes of the server that the name tells.
-        tp: tensor-parallel rank in the server.
         server: text that tells this server's ranks from those of others, such as `10.0.0.5:30000`.
         address: IP address or name of this host, or its loopback address if peers are only expected there. Prefill
             ranks listen on it; decode ranks on other hosts than prefill need a key, and the log says so if there is
@@ -47,7 +46,6 @@ class EngineAgent(Agent):
         registry: endpoint of the bootstrap registry of a prefill instance; None on decode ranks, which learn it with
             the requests.
         defaults: defaults for this engine of configuration keys. Files and environment override them.
-        logger: the engine's logger, to which the start is reported.
         config: configuration keys whose values the engine determines.
 
     Raises:

@@ -148,10 +148,7 @@ class PoolAddresses:
     """Addresses of all segments of a pool, in the model's order, and of its aux rows.
 
     Attributes:
-        segments: The addresses of each segment.
         aux_bases: Address of row 0 of each aux buffer; empty without aux rows.
-        aux_row_bytes: Bytes of a row of each aux buffer.
-        aux_slots: Number of aux rows.
     """
 
     segments: tuple[SegmentAddresses, ...]

@@ -52,7 +52,6 @@ class HugePageMemory:
         array: The memory, uint8 `[nbytes]`.
         addr: Address of the first byte, a multiple of 2 MiB.
         nbytes: The requested size. The mapping is rounded up to whole huge pages.
-        region: The region to register with a transport.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -248,8 +247,6 @@ class StagingBuffers:
     is quarantined by not releasing it; `in_use` counts it.
 
     Attributes:
-        count: Number of buffers.
-        buffer_bytes: Bytes of each buffer.
         high_water: Largest number of buffers in use at one time so far.
     """
 
@@ -319,12 +316,7 @@ class StagingBuffers:
 
 
 class RingMemory:
-    """Memory of a decode rank's staging ring. Grants of ring regions are recorded by the protocol, not here.
-
-    Attributes:
-        nbytes: Size of the ring.
-        addr: Address of the first byte.
-    """
+    """Memory of a decode rank's staging ring. Grants of ring regions are recorded by the protocol, not here."""
 
     def __init__(self, nbytes: int, device: Device | None = None, mem_pool: str = "default") -> None:
         """Allocates a ring of `nbytes` bytes; the arguments and exceptions are those of `allocate`."""

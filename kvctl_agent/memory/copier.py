@@ -27,8 +27,6 @@ class LandedPart(NamedTuple):
 
     Attributes:
         rows: The pages and heads to scatter to.
-        layout: Layout of the part in its ring region.
-        region: The ring region.
     """
 
     rows: RowIndex

@@ -119,7 +119,6 @@ class BlockTable:
 
     Attributes:
         gathers, scatters: The tables for gathers and for scatters, one for each geometry.
-        planes: Number of planes of a layer.
         table_ranges: `_table_ranges` with a cache.
         gather_launches: `_gather_launches` with a cache.
     """
@@ -159,8 +158,6 @@ class BlockTable:
             lo, hi: Blocks [lo, hi).
             page_lo: First page in block `lo`.
             page_hi: End of the pages in block `hi - 1`.
-            num_pages: Pages of the part.
-            nbytes: Bytes of the span.
             head: First local head; the caller has checked it.
 
         Raises:

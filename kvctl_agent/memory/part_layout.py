@@ -46,10 +46,8 @@ class PartLayout:
 
     Attributes:
         first_layer: First layer of the part, counted from the rank's first layer; it may differ between the two sides.
-        num_layers: Layers of the part.
         num_pages: Pages (for state: items) of the part.
         page_bytes: For each plane, bytes of the part's heads in one page of one layer.
-        nbytes: Bytes of payload.
         region_bytes: Bytes of the ring region that the part needs: the payload rounded up to the alignment.
     """
 

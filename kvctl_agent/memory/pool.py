@@ -53,11 +53,9 @@ class KVPool:
     `assign_shards`. An allocated pool has its layers and heads from the start.
 
     Attributes:
-        page_size: Tokens per page.
         segments: The memory of each segment, in the model's order, KV first.
         aux: The buffers of the aux rows, each uint8 `[aux_slots, row bytes]`; empty if there are none.
         aux_slots: Number of aux rows; 0 if there are none.
-        nbytes: Size of the whole pool.
         device: The device of all memory except the aux rows; None for the host.
         dtypes: Elements of each segment by its name, and of scales, such as "kv": "bfloat16"; of a segment that can
             receive several, all of them. A segment whose elements are unknown is absent.
@@ -79,9 +77,7 @@ class KVPool:
 
         Args:
             owner: Object whose reference keeps the memory of tensors alive.
-            allocations: Allocations that the pool owns and closes.
             shapes: Shape of each segment with the layers of this rank; empty if unknown.
-            dtypes: As the attribute; None if unknown.
         """
         self.segments = tuple(segments)
         self.page_size = page_size
@@ -198,7 +194,6 @@ class KVPool:
 
         Args:
             shards: The rank's shards, from `layout.parallel.local_shards` for this `page_size`.
-            page_size: Tokens per page.
             num_pages: Number of pages of the KV, and of the draft model's KV.
             state_slots: Number of pages of each KV group and of items of each state component that has layers on this
                 rank, by name.

@@ -34,7 +34,6 @@ class PlacedSegment(NamedTuple):
 
     Attributes:
         offsets: For each local layer, the offset of each plane's first element.
-        strides: The strides of each plane.
         nbytes: Bytes of all planes with gaps.
     """
 

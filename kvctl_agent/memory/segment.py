@@ -34,7 +34,6 @@ class SegmentMemory:
         num_slots: Transfer pages (for state: items) of each block; 0 without layers.
         blocks: For each local layer, the memory of each plane from its first to its last element.
         view: Function that returns the bytes of a block in host memory.
-        addresses: Addresses and strides of the blocks.
         nbytes: Total bytes of the elements of all planes.
         derived: Views and tables that copiers derive from the blocks by (kind, heads), kept while the pool is open.
     """
@@ -169,7 +168,6 @@ class RowIndex:
     than once, it is undefined which of the copies remains.
 
     Attributes:
-        memory: The segment's memory.
         head, heads: Local heads [head, head + heads).
         raw_pages: The pages in the part's order, as the caller passed them; the caller must not modify them.
     """

@@ -146,11 +146,9 @@ class Buffer:
     An item is a page, or one slot of per-request state. The caller keeps the memory alive.
 
     Attributes:
-        address: Address of the memory.
         nbytes: Bytes of the memory, a multiple of `item_bytes`.
         item_bytes: Bytes from one item to the next.
         shape: Elements in each dimension of an item.
-        dtype_bytes: Bytes of an element.
         strides: Bytes from one element to the next in each dimension of an item; None if the item is contiguous.
         offset: Bytes from the start of an item to its first element.
         gpu: Number of the GPU that has the memory; None for the host.
@@ -371,7 +369,6 @@ class GroupTensors:
         name: Name of the group, an identifier, the same on both sides.
         kv: The tensors, on the device of the KV; its lists are empty if this rank's pipeline stage has no layer of the
             group.
-        page_size: Tokens per page of the group.
         layers: For each layer of the group the KV layer whose pipeline stage holds it; None for the first KV layers.
             Used only if the agent is created without a model.
     """
@@ -411,12 +408,8 @@ class TensorSpec(NamedTuple):
     """Checked tensors of one segment.
 
     Attributes:
-        name: Name of the segment.
         shape: Shape of the model, group or state component, with the number of layers of this rank.
-        heads: Heads on this rank.
         num_slots: Number of pages (for state: items).
-        layers: For each layer, the tensor of each plane.
-        strides: The strides of each plane.
         dtypes: Elements of the segment, by its name, and of its scales; without those that are unknown.
     """
 
@@ -605,9 +598,6 @@ def _scale_bytes(scale: TensorInfo, num_pages: int, heads: int, latent: bool) ->
     """Returns the bytes of the scales of one page and head.
 
     Args:
-        scale: Scales of one layer.
-        num_pages: Pages of the pool.
-        heads: Heads on this rank.
         latent: Whether the scales belong to a latent, which has no dimension for heads.
 
     Raises:

@@ -57,7 +57,6 @@ class Waited(NamedTuple):
 
     Attributes:
         ended_ns: Monotonic time, before the thread waited for the GIL again.
-        arrivals: The tags that had arrived.
     """
 
     ended_ns: int
@@ -68,7 +67,6 @@ class SharedTag(NamedTuple):
     """A tag that several writes to one peer share: it arrives when the bytes of all of them have.
 
     Attributes:
-        tag: The tag.
         number: Number of the tag, unique to its sender.
         descriptors: Descriptors of all these writes together.
     """

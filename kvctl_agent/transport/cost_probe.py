@@ -46,7 +46,6 @@ class ConnectionCost(NamedTuple):
         us_per_write: fixed cost of posting and completing a write, µs.
         us_by_bytes: pairs of a descriptor size and its cost in µs, by ascending size.
         counts: number of descriptors in the measured write of each size in `us_by_bytes`.
-        big_bytes: size of the large write.
         us_taken: duration in µs of each measured write: one per size in `us_by_bytes`, then the large write.
         moved_bytes: bytes of all writes of the measurement together.
     """
@@ -98,13 +97,11 @@ def measure_connection(
 
     Args:
         transport: A transport with `peer` connected.
-        peer: Name of the peer.
         local: Registered local memory, at least 512 KiB, faulted in before; only read.
         remote: Registered scratch memory of the peer, at least 512 KiB. Both regions should be larger than the caches,
             or the costs do not apply to pools.
         big_bytes: Size of the large write, at most that of the regions; `BIG_BYTES` if None, or `DEVICE_BIG_BYTES` from
             a GPU over a fast connection.
-        least_rounds: Minimum number of rounds.
 
     Raises:
         DeadlineExceeded: a write was not complete after 2 s.
@@ -158,7 +155,6 @@ def _consistent(points: list[tuple[int, float]], bytes_per_us: float) -> list[tu
 
     Args:
         points: Size in bytes and cost in µs of a descriptor, by ascending size.
-        bytes_per_us: Rate of one large write.
     """
     costs = list(accumulate((us for _, us in points), max))
     least_per_byte = 1 / bytes_per_us
@@ -175,14 +171,7 @@ def _without(one_us: float, us: float) -> float:
 
 
 def _scattered(random: np.random.Generator, region: Region, count: int, size: int) -> Addresses:
-    """Returns random addresses in `region`, no two adjacent, because an engine would merge adjacent descriptors.
-
-    Args:
-        random: Random number generator.
-        region: The region.
-        count: Number of addresses.
-        size: Bytes of a descriptor at each address.
-    """
+    """Returns random addresses in `region`, no two adjacent, because an engine would merge adjacent descriptors."""
     places = region.nbytes // (2 * size) or 1
     slots = random.choice(places, count, replace=False, shuffle=False) if count > 1 else random.integers(places, size=1)
     return slots.astype(np.uint64) * np.uint64(2 * size) + np.uint64(region.addr)

@@ -31,7 +31,6 @@ def unavailable(engine: str, error: ImportError, others: Sequence[str] = ()) -> 
     """Returns the error to raise when importing `engine` failed with `error`.
 
     Args:
-        engine: Name of the transport.
         error: The import error, whose text has the name of a missing library.
         others: Debian packages that the engine also needs; the loader reports only one missing library at a time.
     """
@@ -99,12 +98,7 @@ _CAUSES: tuple[tuple[str, bool | None, str], ...] = (
 
 
 def explain_refusal(output: str, device: int) -> str:
-    """Returns the cause of a failed registration and its remedy, as a clause beginning with a colon; "" if unknown.
-
-    Args:
-        output: The engine's output on stderr.
-        device: The device of the memory, or HOST.
-    """
+    """Returns the cause of a failed registration and its remedy, as a clause beginning with a colon; "" if unknown."""
     on_device = device != HOST
     for pattern, device_only, cause in _CAUSES:
         if device_only in (None, on_device) and re.search(pattern, output, re.IGNORECASE):

@@ -52,12 +52,7 @@ class Peer:
     """One incarnation of a peer, with a queue of tags that its socket cannot take yet.
 
     Attributes:
-        key: Local name of the peer.
-        metadata: The metadata with which it was connected.
         ident: Random name of the incarnation; each of its datagrams begins with it.
-        pid: Number of the peer's process.
-        ranges: The peer's registered memory.
-        sent: Number of the last tag that was sent.
     """
 
     def __init__(self, key: str, metadata: bytes) -> None:

@@ -53,7 +53,6 @@ def open_transport(
     """Creates and starts the transport of an agent.
 
     Args:
-        name: Name of the transport, a key of `TRANSPORTS`.
         agent_name: Any text of up to `MAX_NAME_CHARACTERS`; peers that have not connected this agent see it as the
             sender of its tags.
         params: The engine's own settings (`transport_params`).

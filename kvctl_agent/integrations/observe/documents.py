@@ -35,8 +35,6 @@ def peer_row(
     """Returns the row of a peer; what no engine tells is None, and the observer fills in the rooms.
 
     Args:
-        agent, role: name and role of the observed rank.
-        engine: its transfer engine.
         heard_ns: time since the peer's last sign of life.
     """
     unknown: PeerRow = dict.fromkeys(PeerRow.__annotations__)  # type: ignore[assignment]

@@ -29,11 +29,7 @@ class EventQueue:
     """
 
     def __init__(self, engine: str) -> None:
-        """Creates a queue that keeps its events until `open`.
-
-        Args:
-            engine: name of the engine, for the log.
-        """
+        """Creates a queue that keeps its events until `open`."""
         self._engine = engine
         self._events: deque[tuple[Callable[..., None], int, tuple[Any, ...]]] = deque(maxlen=_MOST_EVENTS)
         self._using = threading.Lock()

@@ -38,7 +38,6 @@ class ObservedRank(NamedTuple):
     """What is known of a rank at its start.
 
     Attributes:
-        endpoint: address under which its peers know it.
         identity: fields of `Identity` beside version, host and incarnation; the first of its `calls` is a turn.
         config: settings of the engine that correspond to an agent's.
         refused: for each action, what the engine owns, as the reason of its refusal.
@@ -58,9 +57,6 @@ class Observer:
 
     Args:
         watch: returns tracker and builders, from the telemetry and the directory of the admin sockets.
-
-    Attributes:
-        name: name of the rank.
 
     Raises:
         KvctlError: the environment has an invalid setting of kvctl.

@@ -64,11 +64,7 @@ class EventTracker:
 
 
 class RankNames:
-    """Names of this host's ranks by the endpoint that their peers know; the lock files have both.
-
-    Args:
-        directory: directory of the admin sockets.
-    """
+    """Names of this host's ranks by the endpoint that their peers know; the lock files have both."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -117,8 +117,6 @@ class BootstrapClient:
         A call does not wait for an exchange that an earlier one has begun, but takes its answer if that has come.
 
         Args:
-            document: sent as JSON.
-            wait_s: longest time to wait.
             total_s: time limit of the exchange, which goes on after the call.
 
         Raises:

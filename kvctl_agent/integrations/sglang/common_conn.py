@@ -74,7 +74,6 @@ def _status(end: Any, check_status: Callable[[int], Any], waiting: Any, timed_ou
     """Returns the state of a room, and keeps the last one in `conclude_state`.
 
     Args:
-        end: its sender or receiver.
         waiting: state that has a time limit; `timed_out` returns the state after it, or None before.
     """
     room = end.bootstrap_room

@@ -49,7 +49,6 @@ class KvctlKVManager(CommonKVManager):
     """Manager of one prefill or decode rank: owns the rank's agent.
 
     Attributes:
-        agent: the rank's agent.
         on_gpu: whether the rank's pool is in the memory of a GPU.
         unhooked: whether layers should be pipelined and this release of SGLang does not fit the hooks.
     """

@@ -35,8 +35,6 @@ class Facts(NamedTuple):
     """What SGLang's pools know and KVArgs lacks (on decode ranks the heads, on all the order of the axes).
 
     Attributes:
-        heads: KV heads of this rank.
-        total_heads: KV heads of the model.
         draft_heads: KV heads of the draft model on this rank, 1 if it has latent rows; 0 without one.
         draft_mla: whether the draft model has latent rows.
         swa_heads: KV heads of this rank in the pool of sliding-window layers; 0 without one.
@@ -113,8 +111,6 @@ def pool_of(args: Any, tp_size: int, *, mla: bool) -> tuple[KVPool, list[int]]:
     """Returns the pool of a rank.
 
     Args:
-        args: SGLang's KVArgs.
-        tp_size: attention TP size.
         mla: whether the KV is latent rows that every tensor-parallel rank has.
 
     Returns:
@@ -192,11 +188,9 @@ class _Tensor(NamedTuple):
     """Geometry that the tensors of one state component share.
 
     Attributes:
-        item_bytes: bytes of an item.
         rows: rows of an item, before the divided dimension.
         heads: size of the divided dimension on this rank; 1 if every rank has the whole item.
         blocks: sizes over the whole model of the blocks of the divided dimension, which are divided one by one.
-        dtype: elements; "" if unknown.
     """
 
     item_bytes: int

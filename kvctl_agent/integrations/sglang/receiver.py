@@ -83,7 +83,6 @@ class KvctlKVReceiver(Receiver):
 
         Args:
             kv_indices: pages of this rank, int32 in host memory.
-            aux_index: row of the metadata buffers.
             state_indices: for each of SGLang's state components the items of this rank.
             decode_prefix_len: tokens of the prompt that are cached here.
         """

@@ -131,7 +131,6 @@ class KvctlKVSender(Sender):
         Args:
             start: number of the first page, counted from the end of the decode side's prefix.
             pages: page numbers in host memory, valid once `event` is done.
-            last: these are the last pages of the prompt.
             event: device event after the computation; None if the pool is in host memory.
         """
         handle = self._handle

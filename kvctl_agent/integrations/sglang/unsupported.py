@@ -15,9 +15,6 @@ def check_supported(args: Any, server_args: Any, *, prefill: bool, mla: bool) ->
     """Checks the options of the server and the kinds of its pools.
 
     Args:
-        args: SGLang's KVArgs.
-        server_args: SGLang's ServerArgs.
-        prefill: whether this is a prefill server.
         mla: whether the KV is latent rows.
 
     Raises:
@@ -62,10 +59,6 @@ def role_switch_obstacle(scheduler: Any, new_role: str) -> str | None:
     flag, its decode queue takes no lock on the prefixes that it finds there, does not free the pages of a request that
     had them already, and evicts nothing when it needs pages: SGLang's check for leaked pages ends the server, or all
     requests wait.
-
-    Args:
-        scheduler: SGLang's Scheduler.
-        new_role: `prefill` or `decode`.
     """
     if new_role != "decode" or scheduler.disable_radix_cache or get_disagg().disaggregation_decode_enable_radix_cache:
         return None

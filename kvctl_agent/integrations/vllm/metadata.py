@@ -30,11 +30,8 @@ class SendRequest(NamedTuple):
     """Prefill: a request whose KV is to be sent.
 
     Attributes:
-        request: vLLM's id of the request.
         transfer: id of the transfer, whose hash is the room.
-        traceparent: W3C trace context of the request; "" without one.
         tokens: tokens of the prompt that are sent.
-        digest: of the prompt, as `digest_of`.
     """
 
     request: str
@@ -48,11 +45,8 @@ class ComputedBlocks(NamedTuple):
     """Prefill: the next blocks of a prompt, which the step computes.
 
     Attributes:
-        request: vLLM's id of the request.
         blocks: the blocks of each group after those of former steps; -1 for one that has left the group's window.
         tokens: tokens of the request that the step computes.
-        last: these are the last blocks of the prompt.
-        prompt: tokens of the prompt.
     """
 
     request: str
@@ -66,14 +60,10 @@ class ReceiveRequest(NamedTuple):
     """Decode: a request whose KV is to be received.
 
     Attributes:
-        request: vLLM's id of the request.
         transfer: id of the transfer, whose hash is the room.
-        prefill: endpoint of the registry of the prefill instance.
-        traceparent: W3C trace context of the request; "" without one.
         blocks: for each group the blocks to fill.
         prefix_tokens: tokens of the prompt that are cached here.
         tokens: tokens of the prompt that are received or cached.
-        digest: of the prompt, as `digest_of`.
     """
 
     request: str
@@ -93,13 +83,11 @@ class KvctlMetadata(KVConnectorMetadata):
     Attributes:
         sends: requests that arrived at prefill.
         cached: prefill: blocks that the prefix cache has of prompts that begin; the step does not write them.
-        computed: blocks that the step computes.
         receives: requests that have blocks at decode now.
         aborted: (request, reason) of requests that ended before their transfer.
         preempted: requests at prefill whose blocks vLLM has taken back.
         refused: (transfer, prefill, reason) of requests that ended at decode before they had blocks.
         expected: for each prefill instance the transfers that decode is going to open.
-        computes: the step computes tokens.
     """
 
     sends: list[SendRequest] = field(default_factory=list)

@@ -34,7 +34,6 @@ class WorkerPool:
     """The pool of one worker, and the page numbers in it of vLLM's blocks.
 
     Attributes:
-        pool: the agent's pool.
         ends_with_kv: whether the last layer is one of the agent's KV, not of another group.
     """
 
@@ -45,7 +44,6 @@ class WorkerPool:
 
         Args:
             tensors: each layer's KV cache, by the layer's name.
-            config: vLLM's KV cache configuration.
             total_kv_heads: KV heads of the model, from its configuration.
             cache_dtype: vLLM's name of the dtype of the KV cache.
 
@@ -122,7 +120,6 @@ class WorkerPool:
         """Returns the layer groups by the name of the layer with which vLLM has computed each.
 
         Args:
-            groups: layer groups of the agent.
             first: first layer of this pipeline stage.
         """
         last = {group: name for name, layer in self._kv_layers.items() for group in groups if first + layer in group}

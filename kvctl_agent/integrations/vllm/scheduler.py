@@ -55,7 +55,6 @@ class ConnectorScheduler:
 
     Args:
         registry: endpoint of the registry of this prefill instance.
-        config: vLLM's KV cache configuration.
         dcp_size: decode context parallel ranks; a block has `block_size` tokens on each of them.
         media_hashed: whether vLLM identifies images and the like in prompts by their content.
     """

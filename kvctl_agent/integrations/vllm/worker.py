@@ -61,10 +61,6 @@ def registry_of(config: VllmConfig) -> Address:
 class ConnectorWorker:
     """Worker half of the connector.
 
-    Args:
-        config: vLLM's configuration.
-        kv_cache_config: vLLM's KV cache configuration.
-
     Attributes:
         agent: the worker's agent; None before `register`.
     """
@@ -286,11 +282,7 @@ class ConnectorWorker:
         return event
 
     def results(self, finished: set[str]) -> KVConnectorTransferResults:
-        """Returns the requests whose blocks vLLM may use again, or whose KV has arrived or will not.
-
-        Args:
-            finished: requests that vLLM has finished since the last step.
-        """
+        """Returns the requests whose blocks vLLM may use again, or whose KV has arrived or will not."""
         if self.agent is not None:
             self.agent.note_turn()  # vLLM asks in each step
         if not self._is_last_stage:  # with speculative decoding vLLM may call wait_for_save only on the last one

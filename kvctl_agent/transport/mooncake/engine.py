@@ -77,7 +77,6 @@ class Use(NamedTuple):
 
     Attributes:
         protocol: Protocol of its transfers, which need not be the one that it was started with; "" if unknown.
-        devices: RDMA devices that it has opened.
     """
 
     protocol: str
@@ -88,7 +87,6 @@ class Engine:
     """A Mooncake engine that is ready for use.
 
     Attributes:
-        wheel: Name and version of the wheel.
         session: "host:port", the name under which peers open a session to this engine.
         private: Whether its listeners accept only connections from this host.
         cuda: Whether it was built to access GPU memory, which it recognises by asking the driver.
@@ -220,7 +218,6 @@ def start(protocol: str, device: str, host: str) -> Engine:
     Args:
         protocol: A key of `PROTOCOLS`.
         device: RDMA devices to use, joined by "+"; "" for all.
-        host: Address at which peers reach the engine.
 
     Raises:
         ConfigError: the protocol or a device is unknown.

@@ -93,7 +93,6 @@ class TagListener:
 
     Attributes:
         secret: The secret that the greeting of a writer must contain.
-        port: TCP port of the listener.
     """
 
     def __init__(self, host: str) -> None:
@@ -291,7 +290,6 @@ def greeting(secret: bytes, ident: str, name: str) -> bytes:
     """Returns the greeting with which a writer's connection begins.
 
     Args:
-        secret: The secret from the reader's metadata.
         ident: Random name of the writer's incarnation, `IDENT_BYTES` of ASCII.
         name: Name of the writer's agent, truncated if it is too long.
     """

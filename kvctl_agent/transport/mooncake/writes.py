@@ -32,15 +32,9 @@ class Peer:
     """One incarnation of a peer.
 
     Attributes:
-        key: Local name of the peer.
-        metadata: The metadata with which it was connected.
-        ident: Random name of the incarnation.
         session: The engine's name of the peer.
-        ranges: The peer's registered memory.
-        link: The connection for tags to the peer.
         opened: Whether the engine has opened the session, so that a post does not wait for the peer.
         refused: Why the session could not be opened; "" if it was opened, or opening is still in progress.
-        forgotten: Whether this agent has disconnected the peer.
     """
 
     def __init__(self, key: str, metadata: bytes, ident: str, session: str, ranges: Ranges, link: TagLink) -> None:

@@ -51,8 +51,6 @@ class Engine(NamedTuple):
     """A NIXL agent that is ready for use.
 
     Attributes:
-        binding: NIXL's compiled module.
-        agent: The `nixlAgent`.
         version: Version of the installed wheel, for example "1.5.1".
         errors: All exceptions that the binding raises; each derives directly from Exception.
         enter: Makes the agent's device, if it has one, current on the calling thread; called before every engine call.
@@ -143,11 +141,7 @@ def translate(engine: Engine, error: Exception, what: str, peer: str, engine_nam
     """Converts an exception of the binding, whose text is only the name of a status, to an error with a full text.
 
     Args:
-        engine: The engine.
-        error: One of `engine.errors`.
         what: What failed, the beginning of the text, such as "cannot send a tag".
-        peer: Local name of the peer.
-        engine_name: NIXL's name of the peer.
     """
     binding = engine.binding
     gone = isinstance(error, binding.nixlRemoteDisconnectError)

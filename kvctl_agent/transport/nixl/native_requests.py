@@ -29,8 +29,6 @@ class Described(NamedTuple):
     """Descriptors of a write.
 
     Attributes:
-        local, remote: Addresses.
-        sizes: Bytes of each descriptor.
         devices: Device of the local and of the remote memory.
     """
 

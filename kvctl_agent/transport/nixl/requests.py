@@ -29,10 +29,6 @@ class Peer:
     """One incarnation of a peer.
 
     Attributes:
-        key: Local name of the peer.
-        engine_name: NIXL's name of the peer.
-        metadata: The metadata with which it was connected.
-        memory: Devices of the peer's memory.
         reached: Whether a write to the peer has been posted without an error.
         told: The same for a tag without a write.
         gone: Whether the engine has reported that the peer is gone.
@@ -53,7 +49,6 @@ class OpenWrite(Protocol):
     """Interface of a write that NIXL has not finished.
 
     Attributes:
-        peer: The peer that it writes to.
         error: The reason why it failed; None if it has not.
     """
 

@@ -114,7 +114,6 @@ class SliceTags:
         Tags of writes that failed on the way never get complete; of those, the oldest are forgotten.
 
         Args:
-            sender: NIXL's name of the sender.
             received: what `whole` or `slice` returned there.
         """
         if received[:1] == _WHOLE:

@@ -39,7 +39,6 @@ class _Worker(threading.local):
 
     Attributes:
         chunk: SGLang's TransferKVChunk; None outside a worker.
-        dequeued_ns: time at which the worker took it from its queue.
         posted: writes whose end the worker has not seen.
     """
 

@@ -60,7 +60,6 @@ def observe(kind: str, found: type) -> None:
 
     Args:
         kind: value of SGLang's KVClassType: manager, sender or receiver; nothing is done for others.
-        found: the class.
     """
     if kind not in _HOOKS or "_kvctl_observed" in vars(found):
         return

@@ -94,7 +94,6 @@ class Tracker(EventTracker):
 
     Attributes:
         rooms: rooms that SGLang has not cleared, by number.
-        peers: decode: prefill ranks by endpoint.
     """
 
     def __init__(self, name: str, shape: RankShape, telemetry: Telemetry, directory: Path) -> None:

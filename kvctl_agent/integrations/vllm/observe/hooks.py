@@ -39,8 +39,6 @@ class Watch:
 
     Attributes:
         begin: called with the metadata of each step until the observation has begun.
-        turn: notes a step; None until the worker is observed.
-        stopped: whether the worker was shut down.
         posted: transfers in flight by the identity of NIXL's handle.
     """
 

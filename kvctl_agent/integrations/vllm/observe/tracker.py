@@ -36,7 +36,6 @@ class Shape(NamedTuple):
     """Sizes of a worker.
 
     Attributes:
-        layers: number of its layers.
         recomputes: decode: vLLM computes a prompt itself if its KV cannot be loaded; otherwise the request fails.
     """
 
@@ -62,7 +61,6 @@ class Posted(NamedTuple):
 
     Attributes:
         engine: vLLM's id of the engine at the other end; `rank` is the TP rank there.
-        begun_ns, posted_ns: begin and end of the call that posts it.
     """
 
     request: str
