@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kvctl.client.discovery import is_url, listing, open_source
+from kvctl.client.discovery import is_url, open_source
+from kvctl.client.discovery.file_source import parse as parse_listing_file
 from kvctl.client.discovery.registry_source import RegistrySource, _is_row
 from kvctl.client.discovery.source import SourceError
 from kvctl.client.endpoints import endpoint_of, is_address
@@ -101,7 +102,7 @@ def cli_endpoint(data: bytes) -> None:
         except CliError as error:
             _check(error)
     with contextlib.suppress(SourceError):
-        for found in listing.parse(data, "file:///x").endpoints:
+        for found in parse_listing_file(data, "file:///x").endpoints:
             assert endpoint_of(found.address).address == found.address
 
 

@@ -135,11 +135,6 @@ SEEDS: dict[str, list[bytes]] = {
         orjson.dumps({"cmd": "romms"}),
         b'{"cmd": "room", "args": {"room": ' + b"[" * 900 + b"]" * 900 + b"}}",
     ],
-    "trace": [
-        orjson.dumps({"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": list(range(14))}),
-        orjson.dumps({"timestamp": 1.5, "input_length": 1, "output_length": 0, "hash_ids": []}),
-        b'{"timestamp": 1e400, "input_length": 1e2, "output_length": -1, "hash_ids": null}',
-    ],
     "tag-stream": [bytes([step]) + b"".join(_LENGTHS[:count]) for step in (1, 3, 129) for count in (1, 2, 3)]
     + [b"\2kvctltag" + bytes(64)],
     "zmtp": [

@@ -20,7 +20,6 @@ from kvctl.client.metrics.reader import MetricsReader
 from kvctl.client.metrics.scrape import ScrapeError, parse
 from kvctl.client.recording_file import RecordingError, read_frames
 from kvctl.client.recordings import decode
-from kvctl.lab.bench import trace
 from kvctl.logs.scan import LogError, Scan
 from kvctl_agent.contract.admin import MAGIC
 from kvctl_agent.errors import RegionError, RemoteProtocolError, RequestRefused
@@ -116,14 +115,6 @@ def zmtp_stream(data: bytes) -> None:
                 assert decoder.identity is not None
                 assert 1 <= len(frames) <= unix_router.MAX_FRAMES
                 assert max(map(len, frames)) <= 4096
-
-
-def trace_line(data: bytes) -> None:
-    """A line of a request trace; an accepted request is within the limits of the bench."""
-    with contextlib.suppress(ValueError):
-        prompt = trace.parse(data)
-        assert 0 < prompt.tokens <= trace.MAX_TOKENS
-        assert len(prompt.blocks) <= -(-prompt.tokens // trace.BLOCK_TOKENS)
 
 
 def tag_stream(data: bytes) -> None:
@@ -245,7 +236,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "tag": tag,
     "registry": registry,
     "admin": admin_request,
-    "trace": trace_line,
     "tag-stream": tag_stream,
     "zmtp": zmtp_stream,
     "recording": recorded_file,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import tracemalloc
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvctl.lab.bench import trace
 from kvctl_agent.protocol import codec
 from tests.fuzz.seeds import SEEDS
 from tests.fuzz.targets import TARGETS
@@ -71,7 +68,6 @@ json = st.recursive(
 
 FIELDS = {
     "admin": ["cmd", "args"],
-    "trace": ["timestamp", "input_length", "output_length", "hash_ids"],
     "vllm-request": ["transfer_id", "kvctl_prefill", "traceparent", "do_remote_prefill", "do_remote_decode"],
     "registry-row": ["name", "role", "host", "admin", "socket", "address", "heard_ns"],
 }
@@ -100,11 +96,6 @@ BOMBS = {
     "a room number of a million digits": ("admin", b'{"cmd":"room","args":{"room":"' + b"9" * 1_000_000 + b'"}}'),
     "a number of a million digits": ("admin", b'{"cmd":"events","args":{"since":' + b"9" * 1_000_000 + b"}}"),
     "a million unknown fields": ("admin", b"{" + b",".join(b'"%d":0' % n for n in range(90_000)) + b"}"),
-    "a trace line of lists in lists": ("trace", b"[" * MIB),
-    "a prompt of more blocks than tokens": (
-        "trace",
-        b'{"timestamp":0,"input_length":1,"output_length":0,"hash_ids":[' + b"0," * 400_000 + b"0]}",
-    ),
     "an endpoint of a megabyte": ("endpoint", b"tcp://" + b"a." * (MIB // 2) + b":1"),
     "a list of half a million endpoints": ("cli-endpoint", b"/a\n" * (MIB // 3)),
     "a transfer of a megabyte": ("vllm-request", b'{"transfer_id":"' + b"9" * MIB + b'","kvctl_prefill":"tcp://a:1"}'),
@@ -135,21 +126,3 @@ def test_a_bomb_costs_its_sender_more_than_us(bomb: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 32 * len(data) + MIB
     finally:
         tracemalloc.stop()
-
-
-@settings(max_examples=50)
-@given(content=st.binary(max_size=2000) | mutated([b"\n".join(SEEDS["trace"])]))
-def test_a_file_of_anything_is_a_trace_or_a_trace_error(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "trace.jsonl"
-    path.write_bytes(content)
-    with contextlib.suppress(trace.TraceError):
-        assert len(trace.read(path, 5).requests) <= 5
-
-
-def test_a_file_of_lines_that_do_not_parse_is_given_up(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(b"x\n" * (2 * trace.MAX_SKIPPED))
-    with pytest.raises(trace.TraceError, match=f"more than {trace.MAX_SKIPPED} lines that do not parse"):
-        trace.read(path, 5)

@@ -120,13 +120,6 @@ def text(terminal: Any) -> str:
     return str(terminal.seen).replace("\r\n", "\n")
 
 
-def test_a_terminal_gets_a_coloured_table_of_its_width(fleet: Any, on_terminal: Any) -> None:
-    for width in (80, 120):
-        shown = text(on_terminal("status", size=(width, 24)))
-        assert "\x1b[1m" in shown
-        assert "AGENT" in shown
-
-
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_colour_can_be_declined(environment: dict[str, str], fleet: Any, on_terminal: Any) -> None:
     shown = text(on_terminal("rooms", environment=environment))

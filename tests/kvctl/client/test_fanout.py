@@ -160,6 +160,24 @@ def test_a_late_reply_is_not_taken_for_a_later_one(socket_directory: Path) -> No
     assert second.fault is not None
 
 
+def test_an_agent_cannot_answer_for_another(socket_directory: Path) -> None:
+    lied = threading.Event()
+
+    def lie(frames: list[bytes]) -> list[bytes]:
+        lied.set()
+        return answer_with([frames[0], b"%d" % (int(frames[1]) + 2), frames[2]], "a lie")  # routes have numbers, too
+
+    def tell(frames: list[bytes]) -> list[bytes]:
+        lied.wait(60)
+        time.sleep(0.1)
+        return answer_with(frames, "the truth")
+
+    liar, honest = (agent_at(socket_directory / f"{name}.sock", answer) for name, answer in (("a", lie), ("b", tell)))
+    with liar as first, honest as second, Fanout() as fanout:
+        replies = fanout.ask([(first, HELLO), (second, HELLO)], 3_000_000_000)
+    assert [reply.data for reply in replies] == [None, "the truth"]
+
+
 def test_an_address_has_one_connection_whatever_it_is_called(start: Any, socket_directory: Path) -> None:
     start("decode-0")
     path = socket_directory / "decode-0.sock"

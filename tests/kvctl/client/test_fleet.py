@@ -21,13 +21,6 @@ def survey(*calls: Call, labels: dict[str, str] | None = None, rounds: int = 1) 
         return fleet.survey(calls, rounds)
 
 
-def test_everybody_answers_sorted_by_name(fleet: Any) -> None:
-    found = survey(Call("status"), Call("peers"))
-    assert [agent.name for agent in found.agents] == sorted(fleet)
-    assert found.faults == []
-    assert all(agent.data.keys() == {"status", "peers"} for agent in found.agents)
-
-
 def test_labels_narrow_by_role_and_coordinates(fleet: Any) -> None:
     found = survey(labels={"role": "prefill", "tp": "1"})
     assert [agent.name for agent in found.agents] == ["prefill-1"]

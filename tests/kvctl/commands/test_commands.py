@@ -74,23 +74,6 @@ def test_the_innermost_flag_wins_and_lists_add_up(fleet: Any, kvctl: Any) -> Non
     assert {json.loads(line)["agent"] for line in outcome.out.splitlines()} == {"decode-0", "decode-1"}
 
 
-def test_columns_order_and_filters(fleet: Any, kvctl: Any) -> None:
-    outcome = kvctl(
-        "rooms",
-        "--columns",
-        "room,age,agent",
-        "--sort-by",
-        "-age,agent",
-        "--filter",
-        "age>8s",
-        "--filter",
-        "agent~code",
-        "-o",
-        "tsv",
-    )
-    assert outcome.out == "room\tage_ns\tagent\n7\t9000000000\tdecode-0\n7\t9000000000\tdecode-1\n"
-
-
 @pytest.mark.parametrize("command", [("rooms",), ("rooms", "history"), ("peers",), ("staging",)])
 def test_a_filter_that_leaves_nothing_is_not_a_fleet_without_any(
     command: tuple[str, ...], fleet: Any, kvctl: Any

@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
-from zmq.utils import z85
 
 from kvctl.commands.context_file import Contexts
 from kvctl.lab.tcp_ports import free_port
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.host.keys import KeyPair, public_text, secret_text
 from kvctl_agent.parts import PartFactories
 from kvctl_agent.telemetry.clock import Clock
+from tests.kvctl.client.discovery.conftest import keys
 from tests.support.agents import Fleet, make_fleet
 
-__all__ = ["make_fleet"]
+__all__ = ["keys", "make_fleet"]
 
 AHEAD_NS = {"n1": 0, "n2": 900_000_000}
 MEASURED_WITHIN_NS = 400_000_000  # on a busy machine
@@ -47,19 +45,11 @@ def shifted_clock(ahead_ns: int) -> Callable[[], Clock]:
 
 
 @pytest.fixture
-def hosts(make_fleet: Any, surroundings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+def hosts(make_fleet: Any, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     """Hosts n1 and n2, each with prefill-0 and decode-0 that are peers; a context `prod` names their addresses."""
-    fleet, own = (KeyPair(*(z85.decode(half) for half in zmq.curve_keypair())) for _ in range(2))
-    for name, pair in (("fleet", fleet), ("default", own)):
-        path = tmp_path / "config" / "kvctl" / "keys" / f"{name}.key"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(0o600)
-        path.write_text(secret_text(name, pair))
-        path.with_suffix(".pub").write_text(public_text(name, pair))
-    keys = tmp_path / "config" / "kvctl" / "keys"
     clients = tmp_path / "clients"
     clients.touch(0o600)
-    clients.write_text(f"operate {own.public.hex()} ops\n")
+    clients.write_text(f"operate {(keys / 'default.pub').read_text()}")
     fleets, addresses = {}, {}
     for host, ahead_ns in AHEAD_NS.items():
         directory = tmp_path / host
@@ -80,9 +70,8 @@ def hosts(make_fleet: Any, surroundings: None, tmp_path: Path, monkeypatch: pyte
         made.decode[0].wait_ready(60)
         made.run(7, 8)
     monkeypatch.setenv("KVCTL_SOCKET_DIR", str(tmp_path / "nobody"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    context = {"endpoint": list(addresses.values()), "server_key": fleet.public.hex()}
-    Contexts(tmp_path / "config" / "kvctl" / "contexts.json", "prod", {"prod": context}).save()
+    context = {"endpoint": list(addresses.values()), "server_key": str(keys / "fleet.pub")}
+    Contexts(keys.with_name("contexts.json"), "prod", {"prod": context}).save()
     yield Hosts(fleets, addresses)
     for made in fleets.values():
         made.settle()
@@ -120,14 +109,6 @@ def test_agents_of_equal_names_are_told_apart_in_every_command(hosts: Hosts, kvc
 
 
 PAIR = ("prefill", "decode")
-
-
-def test_a_room_of_one_number_on_two_hosts_is_two_rooms(hosts: Hosts, kvctl: Any) -> None:
-    first, second = rows(kvctl("rooms", "show", "7", "-o", "json"))
-    for room, host in ((first, "n2"), (second, "n1")):
-        assert [rank["agent"] for rank in room["ranks"]] == [f"prefill-0@{host}", f"decode-0@{host}"]
-        assert {event["agent"] for event in room["timeline"]} == {f"prefill-0@{host}", f"decode-0@{host}"}
-        assert room["state"] == "Success"
 
 
 def test_changes_reach_only_the_named_agent(hosts: Hosts, kvctl: Any) -> None:

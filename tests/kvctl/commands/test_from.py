@@ -135,14 +135,9 @@ def _newer_file(data: bytes) -> bytes:
     return form.MAGIC + b"\x09\0\0\0" + data[12:]
 
 
-def _newer_moment(data: bytes) -> bytes:
-    return b"".join(
-        [
-            form.file_header(),
-            form.encode_frame(form.MOMENT, {"moment": 0, "at_ns": 1, "agents": 0, "form": 3}),
-            form.encode_frame(form.DONE, {"frames": 1}),
-        ]
-    )
+def _moment(**changes: int) -> bytes:
+    moment = form.encode_frame(form.MOMENT, {"moment": 0, "at_ns": 1, "agents": 0, "form": 2, **changes})
+    return form.file_header() + moment + form.encode_frame(form.DONE, {"frames": 1})
 
 
 def _no_snapshot(data: bytes) -> bytes:
@@ -157,7 +152,8 @@ def _no_snapshot(data: bytes) -> bytes:
         (lambda data: b"hello", 1, "it is not a kvctl recording"),
         (lambda data: data[:300] + b"\0" + data[301:], 1, "it is damaged"),
         (_newer_file, 6, "version 9, this kvctl reads version 1"),
-        (_newer_moment, 6, "snapshots have version 3, this kvctl reads version 2"),
+        (lambda data: _moment(moment=1), 1, "its snapshots are not consecutive"),
+        (lambda data: _moment(form=3), 6, "snapshots have version 3, this kvctl reads version 2"),
         (_no_snapshot, 1, "it has no snapshot of a fleet: record one with kvctl record\n"),
     ],
 )

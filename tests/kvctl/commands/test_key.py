@@ -6,18 +6,18 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvctl.exit_codes import ExitCode
-from kvctl_agent.contract.commands import COMMANDS, COMMANDS_BY_NAME, Command, Level
 from kvctl_agent.host.keys import read_pair, read_public
-from kvctl_agent.observer.endpoints import RemoteEndpoint
-from kvctl_agent.observer.server import SERVED_HERE
+from tests.kvctl.client.discovery.conftest import agents, keys
 from tests.support.admin_server import AdminServer
+
+__all__ = ["agents", "keys"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,21 +64,10 @@ class TestNew:
 
 
 @pytest.fixture
-def agent(home: Path, kvctl: Any, canned: Any, socket_directory: Path) -> Iterator[AdminServer]:
-    """decode-0, where the default key has the level read; `events` needs a higher level."""
-    for name in ("default", "fleet", "stranger"):
-        assert kvctl("key", "new", name).code == 0
-    clients = home / "clients"
-    clients.write_text(f"read {(home / 'default.pub').read_text()}")
-    clients.chmod(0o600)
-    handlers = {c.name: lambda _: canned.status("decode-0") for c in COMMANDS if c.name not in SERVED_HERE}
-    remote = RemoteEndpoint("tcp://127.0.0.1:*", read_pair(home / "fleet.key"), str(clients))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(COMMANDS_BY_NAME, "events", Command("events", "", Level.OPERATE, COMMANDS_BY_NAME["events"].args))
-        with AdminServer(
-            "decode-0", handlers, lambda: canned.hello("decode-0"), socket_directory, remote=remote
-        ) as server:
-            yield server
+def agent(agents: Callable[[str], AdminServer], kvctl: Any) -> AdminServer:
+    """decode-0, where the default key has the level read."""
+    assert kvctl("key", "new", "stranger").code == 0
+    return agents("decode-0")
 
 
 class TestAsking:
@@ -101,11 +90,6 @@ class TestAsking:
         self, home: Path, kvctl: Any, agent: AdminServer, name: str
     ) -> None:
         assert self.ask(kvctl, agent, "--server-key", name).code == 0
-
-    def test_a_wrong_server_key_exits_5(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
-        outcome = self.ask(kvctl, agent, "--server-key", str(home / "stranger.pub"))
-        assert outcome.code == ExitCode.NOT_PERMITTED
-        assert "its fleet_key is not" in outcome.err
 
     def test_nobody_there_exits_3(self, home: Path, kvctl: Any, agent: AdminServer) -> None:
         agent.close()

@@ -362,13 +362,6 @@ class TestProbe:
         assert (row["lane"], row["lane_source"]) == ("rdma", "counters")
         assert (row["carried"], row["moved_bytes"]) == ({"mlx5_0:1": 101 << 20}, 100 << 20)
 
-    def test_an_agent_without_counters_is_measured_all_the_same(self, start: Any, kvctl: Any) -> None:
-        start("prefill-0", {"nics": refusal(ErrorCode.BAD_ARGUMENT, "nics has no argument 'fresh'")})
-        outcome = kvctl("peers", "probe", "-o", "json")
-        assert (outcome.code, outcome.err) == (0, "")
-        row = outcome.data[0]
-        assert (row["bytes"], row["moved_bytes"], row["carried"]) == (64, 100 << 20, {})
-
     def test_one_that_takes_its_time_is_asked_until_it_is_done(
         self, start: Any, kvctl: Any, canned: ModuleType
     ) -> None:

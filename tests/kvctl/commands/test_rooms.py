@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,28 +187,6 @@ def test_failed_rooms_are_filtered_before_they_are_limited(canned: Any, start: A
     chosen = kvctl("rooms", "failed", "-n", "1", "--filter", "code=ABORTED", "-o", "jsonl")
     assert [json.loads(line)["room"] for line in chosen.out.splitlines()] == ["2"]
     assert kvctl("rooms", "failed", "--filter", "code=NONE", "-o", "csv").out.count("\n") == 1
-
-
-def test_a_recording_holds_failed_rooms_with_their_timelines(
-    canned: Any, start: Any, kvctl: Any, tmp_path: Path
-) -> None:
-    """A room that only `kvctl rooms failed` still lists."""
-    cause = {**CAUSE, "at_ns": canned.NOW}
-    row = canned.room_row("decode-0", "9", state="Failed", finished_at_ns=canned.NOW, failure=cause)
-    told = {**row, "timeline": [canned.event(0, "decode-0", "open")], "timeline_dropped": 0}
-    start(
-        "decode-0",
-        {"failed": lambda _: {"rooms": [row], "kept": 1, "dropped_total": 3}, "room": lambda _: [told]},
-    )
-    path = tmp_path / "fleet.kvrec"
-    assert kvctl("record", str(path)).code == 0
-    columns = ("--columns", "room,code,agents,failed_at", "-o", "csv")
-    recorded = kvctl("rooms", "failed", *columns, "--from", str(path))
-    assert recorded.out == kvctl("rooms", "failed", *columns).out
-    assert recorded.out.splitlines()[1].startswith("9,KV_PEER_LOST,decode-0,")
-    assert "no longer kept: 3 of decode-0" in recorded.err
-    timeline = kvctl("rooms", "show", "9", "--from", str(path), "-o", "csv", "--columns", "stage")
-    assert timeline.out == "stage\nopen\n"
 
 
 def test_who_owes_what_stands_at_the_head_of_an_active_room(canned: Any, start: Any, kvctl: Any) -> None:
