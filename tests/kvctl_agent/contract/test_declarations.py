@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvctl_agent.contract import admin, snapshots
-from kvctl_agent.contract.choices import PIPELINE_MODES, PIPELINED, REASONS
 from kvctl_agent.contract.commands import COMMANDS, Level
-from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, Key
+from kvctl_agent.contract.config import KEYS, Key
 from kvctl_agent.contract.metrics import METRICS, Metric
 from kvctl_agent.contract.settings import load_settings
-from kvctl_agent.contract.states import STATE_LABELS, RoomState
 
 
 def test_every_default_is_itself_a_valid_value() -> None:
@@ -36,11 +34,6 @@ def test_key(key: Key) -> None:
         assert key.minimum < key.maximum
 
 
-def test_names_are_declared_once() -> None:
-    for names in ([key.name for key in KEYS], [m.name for m in METRICS], [c.name for c in COMMANDS]):
-        assert len(names) == len(set(names))
-
-
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_metric_names_follow_prometheus(metric: Metric) -> None:
     assert re.fullmatch(r"kvctl_[a-z_]+", metric.name)
@@ -59,12 +52,6 @@ def test_reading_commands_need_no_more_than_read() -> None:
     assert Level.READ < Level.OPERATE < Level.ADMIN
 
 
-def test_states_combine_by_min_and_failed_wins() -> None:
-    assert min(RoomState) is RoomState.FAILED
-    assert min(RoomState.SUCCESS, RoomState.TRANSFERRING) is RoomState.TRANSFERRING
-    assert STATE_LABELS == ("Failed", "Bootstrapping", "WaitingForInput", "Transferring", "Success")
-
-
 def test_times_and_sizes_say_their_unit_in_their_name() -> None:
     shapes = [value for value in vars(snapshots).values() if isinstance(value, type) and hasattr(value, "__total__")]
     assert len(shapes) > 20
@@ -75,20 +62,7 @@ def test_times_and_sizes_say_their_unit_in_their_name() -> None:
             assert not name.endswith(("_ms", "_us", "_s", "_sec", "_mb", "_kb", "_seconds")), f"{shape}.{name}"
 
 
-def test_every_pipeline_reason_has_its_words() -> None:
-    assert PIPELINED.issubset(REASONS)
-    assert all(re.fullmatch(r"[a-z-]+", reason) and words for reason, words in REASONS.items())
-    assert KEYS_BY_NAME["pipeline"].choices == PIPELINE_MODES
-
-
-def test_what_groups_layers_can_be_changed_while_running() -> None:
-    assert {key.name for key in KEYS if key.name.startswith("pipeline") and not key.runtime} == set()
-
-
 class TestSocketPath:
-    def test_in_the_directory_under_the_agents_name(self, tmp_path: Path) -> None:
-        assert admin.socket_path("prefill-2", tmp_path) == tmp_path / "prefill-2.sock"
-
     @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\0b"])
     def test_a_name_that_leaves_the_directory(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(ValueError, match="file name"):

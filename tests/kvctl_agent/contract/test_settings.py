@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.contract.config import KEYS, KEYS_BY_NAME, PLUGIN_PREFIXES, TOOL_VARIABLES, Value
-from kvctl_agent.contract.settings import Settings, allowed, load_settings
+from kvctl_agent.contract.settings import Settings, load_settings
 from kvctl_agent.errors import ConfigError
 
 
@@ -75,36 +74,18 @@ class TestFile:
             load_settings({}, {}, missing)
 
     @pytest.mark.parametrize(
-        "text", ["copy_threads = ", "copy_threads", "[a", "copy_threads = 1\ncopy_threads = 2", 'x = "\\q"']
-    )
-    def test_what_is_not_toml_says_where(self, tmp_path: Path, text: str) -> None:
-        file = write(tmp_path / "a.toml", text)
-        with pytest.raises(ConfigError, match=r"a\.toml is not valid TOML: .*\(at (line \d|end of document)"):
-            load_settings({}, {}, file)
-
-    def test_bytes_that_are_not_text(self, tmp_path: Path) -> None:
-        file = tmp_path / "a.toml"
-        file.write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(ConfigError, match="not valid TOML"):
-            load_settings({}, {}, file)
-
-    def test_a_directory_in_its_place(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="cannot read"):
-            load_settings({}, {}, tmp_path)
-
-    @pytest.mark.parametrize(
-        "text",
+        ("content", "text"),
         [
-            'copy_threads = "2"',
-            "copy_threads = 2.0",
-            "copy_threads = true",
-            "copy_threads = [2]",
-            "copy_threads = {a = 2}",
+            (b"copy_threads = ", r"is not valid TOML: .*\(at (line \d|end of document)"),
+            (b"copy_threads = 1\ncopy_threads = 2", r"is not valid TOML: Cannot overwrite"),
+            (b"\xff\xfe\x00", "is not valid TOML"),
+            (None, "cannot read"),  # a directory
         ],
     )
-    def test_types_are_not_converted(self, tmp_path: Path, text: str) -> None:
-        file = write(tmp_path / "a.toml", text)
-        with pytest.raises(ConfigError, match=r"copy_threads = .*a\.toml.*takes an int from 0 to 64, or auto"):
+    def test_what_cannot_be_read(self, tmp_path: Path, content: bytes | None, text: str) -> None:
+        file = tmp_path / "a.toml"
+        file.mkdir() if content is None else file.write_bytes(content)
+        with pytest.raises(ConfigError, match=text):
             load_settings({}, {}, file)
 
     def test_auto_takes_back_what_is_automatic_by_default(self, tmp_path: Path) -> None:
@@ -115,18 +96,18 @@ class TestFile:
 
 
 class TestUnknownNames:
-    def test_in_the_file(self, tmp_path: Path) -> None:
+    def test_each_source_names_the_nearest(self, tmp_path: Path, nowhere: dict[str, str]) -> None:
         file = write(tmp_path / "a.toml", "stagin = 'on'")
         with pytest.raises(ConfigError, match=r"'stagin' \(file .*a\.toml\), did you mean staging"):
             load_settings({}, {}, file)
-
-    def test_in_the_arguments(self, nowhere: dict[str, str]) -> None:
         with pytest.raises(ConfigError, match=r"'copy_thread' \(argument\), did you mean copy_threads"):
             load_settings({"copy_thread": 1}, nowhere)
-
-    def test_in_the_environment(self, nowhere: dict[str, str]) -> None:
         with pytest.raises(ConfigError, match="KVCTL_COPY_THREAD, did you mean KVCTL_COPY_THREADS"):
             load_settings({}, {**nowhere, "KVCTL_COPY_THREAD": "1"})
+        with pytest.raises(ConfigError, match=r"'qqqq' \(argument\)$"):
+            load_settings({"qqqq": 1}, nowhere)
+        with pytest.raises(KeyError, match="did you mean copy_threads"):
+            load_settings({}, nowhere)["copy_thread"]
 
     def test_variables_of_the_tool_are_not_mistakes(self, nowhere: dict[str, str]) -> None:
         environ = {variable: "x" for variable in TOOL_VARIABLES if variable != "KVCTL_CONFIG"}
@@ -154,10 +135,6 @@ class TestUnknownNames:
         environ = {f"{service}_{name}": value for name, value in links.items()}
         assert load_settings({}, {**nowhere, **environ}) == load_settings({}, nowhere)
 
-    def test_no_key_and_no_option_has_such_a_name(self) -> None:
-        names = [key.environment for key in KEYS] + list(TOOL_VARIABLES)
-        assert not [name for name in names if re.search("_SERVICE_HOST|_SERVICE_PORT|_PORT(_|$)", name)]
-
     @pytest.mark.parametrize(
         ("variable", "value"),
         [("KVCTL_METRICS_PORT", "9000"), ("KVCTL_PORT", ""), ("KVCTL_SERVICE", "x"), ("KVCTL_PORT_A_TCP", "tcp://a:1")],
@@ -168,92 +145,66 @@ class TestUnknownNames:
         with pytest.raises(ConfigError, match=f"unknown environment variable {variable}"):
             load_settings({}, {**nowhere, variable: value})
 
-    def test_no_variable_of_the_tool_is_a_keys_variable(self) -> None:
-        assert not {key.environment for key in KEYS} & set(TOOL_VARIABLES)
 
-    def test_nothing_close_suggests_nothing(self, nowhere: dict[str, str]) -> None:
-        with pytest.raises(ConfigError, match=r"'qqqq' \(argument\)$"):
-            load_settings({"qqqq": 1}, nowhere)
-
-    def test_reading_one_is_a_key_error_with_a_suggestion(self, nowhere: dict[str, str]) -> None:
-        with pytest.raises(KeyError, match="did you mean copy_threads"):
-            load_settings({}, nowhere)["copy_thread"]
-
-
-class TestValues:
-    @pytest.mark.parametrize(
-        ("variable", "text", "value"),
-        [
-            ("KVCTL_COPY_THREADS", "64", 64),
-            ("KVCTL_COPY_THREADS", "auto", None),
-            ("KVCTL_HEARTBEAT_S", "0.5", 0.5),
-            ("KVCTL_HEARTBEAT_S", "2", 2.0),
-            ("KVCTL_HEARTBEAT_S", "5e-1", 0.5),
-            ("KVCTL_PATH", "bulk", "bulk"),
-            ("KVCTL_TRANSPORT_PARAMS", "a=1,b=2", "a=1,b=2"),
-            ("KVCTL_TRANSPORT_PARAMS", "", ""),
-        ],
-    )
-    def test_text_that_is_taken(self, nowhere: dict[str, str], variable: str, text: str, value: Value) -> None:
-        settings = load_settings({}, {**nowhere, variable: text})
-        name = variable.removeprefix("KVCTL_").lower()
-        assert settings[name] == value
-        assert type(settings[name]) is type(value)
-
-    @pytest.mark.parametrize("text", ["64.0", "", " 2", "2 ", "0x2", "1_0", "٣", "1e1", "two", "-1", "65", "9" * 99])
-    def test_text_that_is_no_thread_count(self, nowhere: dict[str, str], text: str) -> None:
-        with pytest.raises(ConfigError, match=r"environment KVCTL_COPY_THREADS.*an int from 0 to 64"):
-            load_settings({}, {**nowhere, "KVCTL_COPY_THREADS": text})
-
-    @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "1,5", "", "0.01", "61"])
-    def test_text_that_is_no_heartbeat(self, nowhere: dict[str, str], text: str) -> None:
-        with pytest.raises(ConfigError, match=r"environment KVCTL_HEARTBEAT_S.*a number from 0\.05 to 60 s"):
-            load_settings({}, {**nowhere, "KVCTL_HEARTBEAT_S": text})
-
-    def test_a_wrong_choice_names_the_right_ones_and_the_nearest(self, nowhere: dict[str, str]) -> None:
-        expected = r"path = 'stage' \(argument\) .* one of auto, bulk, slice, staged, direct, did you mean staged"
-        with pytest.raises(ConfigError, match=expected):
-            load_settings({"path": "stage"}, nowhere)
-
-    @pytest.mark.parametrize("value", ["2", 2.0, True, -1, 65, [2]])
-    def test_arguments_are_not_converted(self, nowhere: dict[str, str], value: Value) -> None:
-        with pytest.raises(ConfigError, match=r"copy_threads = .* \(argument\)"):
-            load_settings({"copy_threads": value}, nowhere)
-
-    @pytest.mark.parametrize("value", [math.nan, math.inf, True, 10**400, "1"])
-    def test_arguments_that_are_no_number(self, nowhere: dict[str, str], value: Value) -> None:
-        with pytest.raises(ConfigError, match=r"heartbeat_s = .* \(argument\)"):
-            load_settings({"heartbeat_s": value}, nowhere)
-
-    def test_an_int_is_a_number(self, nowhere: dict[str, str]) -> None:
-        assert type(load_settings({"heartbeat_s": 2}, nowhere)["heartbeat_s"]) is float
-
-    def test_none_is_automatic_only_where_that_is_the_default(self, nowhere: dict[str, str]) -> None:
-        assert load_settings({"copy_threads": None}, {**nowhere, "KVCTL_COPY_THREADS": "2"})["copy_threads"] is None
-        with pytest.raises(ConfigError, match="transport = None"):
-            load_settings({"transport": None}, nowhere)
+TAKEN = [
+    ("environment", "copy_threads", "64", 64),
+    ("environment", "copy_threads", "auto", None),
+    ("environment", "heartbeat_s", "0.5", 0.5),
+    ("environment", "heartbeat_s", "2", 2.0),
+    ("environment", "heartbeat_s", "5e-1", 0.5),
+    ("environment", "path", "bulk", "bulk"),
+    ("environment", "transport_params", "a=1,b=2", "a=1,b=2"),
+    ("environment", "transport_params", "", ""),
+    ("argument", "heartbeat_s", 2, 2.0),
+    ("argument", "copy_threads", None, None),
+    ("argument", "chunk_tokens", np.int64(64), 64),
+    ("argument", "copy_threads", np.uint8(2), 2),
+    ("argument", "lost_s", np.float64(20.5), 20.5),
+    ("argument", "lost_s", np.int32(20), 20.0),
+]
+WRONG = {
+    ("environment", "copy_threads"): ["64.0", "", " 2", "2 ", "0x2", "1_0", "٣", "1e1", "two", "-1", "65", "9" * 99],
+    ("environment", "heartbeat_s"): ["nan", "inf", "-inf", "1e999", "1,5", "", "0.01", "61"],
+    ("file", "copy_threads"): ['"2"', "2.0", "true", "[2]", "{a = 2}"],
+    ("argument", "copy_threads"): ["2", 2.0, True, -1, 65, [2]],
+    ("argument", "heartbeat_s"): [math.nan, math.inf, True, 10**400, "1"],
+    ("argument", "chunk_tokens"): [np.bool_(True), np.float64(64)],
+    ("argument", "checksum"): [np.bool_(True)],
+    ("argument", "transport"): [None],
+}
+TAKES = {"copy_threads": "an int from 0 to 64, or auto", "heartbeat_s": r"a number from 0\.05 to 60 s"}
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "wanted"),
-    [
-        ("chunk_tokens", np.int64(64), 64),
-        ("copy_threads", np.uint8(2), 2),
-        ("lost_s", np.float64(20.5), 20.5),
-        ("lost_s", np.int32(20), 20.0),
-    ],
-)
-def test_numbers_of_numpy_become_pythons(nowhere: dict[str, str], key: str, value: Any, wanted: Value) -> None:
-    found = load_settings({key: value}, nowhere)[key]
+def loaded(nowhere: dict[str, str], source: str, key: str, value: Any) -> Settings:
+    if source == "file":
+        return load_settings({}, nowhere, write(Path(nowhere["HOME"]) / "a.toml", f"{key} = {value}"))
+    if source == "environment":
+        return load_settings({}, {**nowhere, f"KVCTL_{key.upper()}": value})
+    return load_settings({key: value}, nowhere)
+
+
+@pytest.mark.parametrize(("source", "key", "value", "wanted"), TAKEN)
+def test_a_value_that_is_taken(nowhere: dict[str, str], source: str, key: str, value: Any, wanted: Value) -> None:
+    found = loaded(nowhere, source, key, value)[key]
     assert (found, type(found)) == (wanted, type(wanted))
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("checksum", np.bool_(True)), ("chunk_tokens", np.bool_(True)), ("chunk_tokens", np.float64(64))]
+    ("source", "key", "value"), [(*where, value) for where, values in WRONG.items() for value in values]
 )
-def test_what_is_no_integer_is_refused_by_name(nowhere: dict[str, str], key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{key} = np\..* \(argument\) is not allowed: it takes "):
-        load_settings({key: value}, nowhere)
+def test_a_value_that_is_refused_with_its_source(nowhere: dict[str, str], source: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key} = .* \({source}.*\) is not allowed: it takes {TAKES.get(key, '')}"):
+        loaded(nowhere, source, key, value)
+
+
+def test_a_wrong_choice_names_the_right_ones_and_the_nearest(nowhere: dict[str, str]) -> None:
+    expected = r"path = 'stage' \(argument\) .* one of auto, bulk, slice, staged, direct, did you mean staged"
+    with pytest.raises(ConfigError, match=expected):
+        load_settings({"path": "stage"}, nowhere)
+
+
+def test_none_overrides_weaker_sources(nowhere: dict[str, str]) -> None:
+    assert load_settings({"copy_threads": None}, {**nowhere, "KVCTL_COPY_THREADS": "2"})["copy_threads"] is None
 
 
 class TestTogether:
@@ -262,6 +213,7 @@ class TestTogether:
         [
             ({"heartbeat_s": 3.0}, "heartbeat_s = 3 .argument. must be less than suspect_s = 3 .default."),
             ({"lost_s": 2.0}, "suspect_s = 3 .default. must be less than lost_s = 2 .argument."),
+            ({"lost_s": 3.0}, "suspect_s = 3 .default. must be less than lost_s = 3 .argument."),
         ],
     )
     def test_heartbeat_suspect_lost_grow(
@@ -276,10 +228,6 @@ class TestTogether:
             load_settings({"pipeline_min_iters": 11}, nowhere)
         assert load_settings({"pipeline_min_iters": 10}, nowhere)["pipeline_max_iters"] == 10
 
-    def test_across_sources(self, nowhere: dict[str, str]) -> None:
-        with pytest.raises(ConfigError, match=r"environment KVCTL_HEARTBEAT_S.*must be less"):
-            load_settings({"suspect_s": 4.0}, {**nowhere, "KVCTL_HEARTBEAT_S": "5"})
-
 
 @given(st.dictionaries(st.sampled_from([key.environment for key in KEYS]), st.text(max_size=12)))
 def test_whatever_the_environment_holds_it_is_valid_settings_or_a_config_error(environ: dict[str, str]) -> None:
@@ -292,9 +240,3 @@ def test_whatever_the_environment_holds_it_is_valid_settings_or_a_config_error(e
         key = KEYS_BY_NAME[name]
         assert value is None or type(value) is key.type
         assert not key.choices or value in key.choices
-
-
-def test_what_is_allowed_reads_as_a_sentence() -> None:
-    assert allowed(KEYS_BY_NAME["copy_threads"]) == "an int from 0 to 64, or auto"
-    assert allowed(KEYS_BY_NAME["staging_ring_mb"]) == "an int from 1 to 1048576 MiB"
-    assert allowed(KEYS_BY_NAME["pipeline"]) == "one of off, on, auto"
