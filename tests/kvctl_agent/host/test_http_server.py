@@ -16,7 +16,7 @@ from http import HTTPStatus
 
 import pytest
 
-from kvctl_agent.contract.addresses import AddressError, parse_listening
+from kvctl_agent.contract.addresses import parse_listening
 from kvctl_agent.host import http_server
 from kvctl_agent.host.http_server import Answer, PageServer, text_answer
 from tests.support.polling import until
@@ -218,20 +218,6 @@ def test_a_client_that_never_ends_does_not_delay_the_close() -> None:
     with serving() as server, dripping(server):
         server.close()
         server.close()
-
-
-def test_no_resolver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def getfqdn(name: str = "") -> str:
-        raise AssertionError(f"looked {name} up")
-
-    monkeypatch.setattr(socket, "getfqdn", getfqdn)
-    PageServer(parse_listening("127.0.0.1:0"), {}, "t").close()
-
-
-@pytest.mark.parametrize("text", ["", "9400", ":9400", "localhost:9400", "127.0.0.1:x", "127.0.0.1:70000", "1.2.3.4"])
-def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(AddressError, match="write address:port"):
-        parse_listening(text, numeric=True)
 
 
 def test_a_plus_takes_the_next_free_port() -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -71,17 +66,6 @@ def test_a_fleet_is_ready_until_it_drains(fleet: Any) -> None:
     assert get(decode, "readyz")[0] == 200
 
 
-def test_an_agent_without_its_registry_is_alive_and_not_ready(make_fleet: Any) -> None:
-    fleet = make_fleet("loopback", prefill=(1, 1), decode=(1, 1), metrics_endpoint="127.0.0.1:0").start()
-    (prefill,), (decode,) = fleet.prefill, fleet.decode
-    prefill.close()
-    until(lambda: get(decode, "readyz")[0] == 503, "the decode rank is not ready without its prefill rank")
-    _, lines = get(decode, "readyz")
-    assert lines[0].startswith("[-]peers failed: 0 of 1 prefill instances connected; ")
-    status, lines = get(decode, "livez")
-    assert (status, lines[0][: len(LOOP)]) == (200, LOOP)
-
-
 class Rank:
     """What the probes read of a rank."""
 
@@ -125,10 +109,11 @@ def test_its_state_decides_whether_an_instance_is_there() -> None:
     ("state", "given", "problem"),
     [
         (State(), {}, "the agent is unknown"),
+        (State("unregistered"), {}, "the agent is unregistered"),
         (RUNNING, {"process": "stopped"}, "it is stopped"),
         (RUNNING, {"ended_ns": 7, "ended_why": "killed by SIGKILL"}, "it has ended: killed by SIGKILL"),
     ],
-    ids=["nothing published", "stopped", "killed"],
+    ids=["nothing published", "unregistered", "stopped", "killed"],
 )
 def test_a_worker_that_does_not_run_is_not_ready(state: State, given: dict[str, Any], problem: str) -> None:
     assert problem in [check.problem for check in readiness(rank("decode", state, **given))]
@@ -170,52 +155,3 @@ def test_a_blocked_loop_is_noticed(fleet: Any, monkeypatch: pytest.MonkeyPatch) 
     finally:
         goes_on.set()
     until(lambda: get(decode, "livez")[0] == 200, "livez passes again")
-
-
-def test_an_agent_whose_memory_the_engine_has_is_alive_and_not_ready(fleet: Any) -> None:
-    (decode,) = fleet.decode
-    decode.unregister(60)
-    assert get(decode, "livez") == (
-        200,
-        ["[+]control-loop ok: stopped, because the engine has unregistered its memory", "livez check passed"],
-    )
-    status, lines = get(decode, "readyz")
-    assert (status, lines[-2]) == (503, "[-]accepting failed: the agent is unregistered")
-    decode.register()
-    decode.wait_ready(60)
-    assert get(decode, "readyz")[0] == 200
-
-
-_STOPPED = """
-import sys
-from kvctl_agent.observer import probes
-from kvctl_agent.layout.parallel import ParallelConfig
-from tests.support.agents import Fleet, Model
-probes._LEAST_LIMIT_S, probes._LOST_TIMES, probes._GRACE_S = 0.5, 0, 30  # a busy host may be late for seconds
-fleet = Fleet(sys.argv[1], "loopback", Model(), (1, 1), (1, 1), metrics_endpoint="127.0.0.1:0")
-with fleet.prefill_agent(0).start() as agent:
-    print(agent.observe.status()["metrics_url"], flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_process_that_was_stopped_is_alive_when_it_continues(tmp_path: Path) -> None:
-    """Time passes for a stopped process; its first probe afterwards must not count it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _STOPPED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().strip().replace("/metrics", "/livez")
-        assert fetch(url)[0] == 200
-        os.kill(process.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            fetch(url, timeout_s=1.5)
-        assert time.monotonic() - began > 1
-        os.kill(process.pid, signal.SIGCONT)
-        assert fetch(url)[0] == 200
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-        process.communicate(timeout=60)

@@ -52,10 +52,6 @@ def test_every_declared_metric_is_served_under_its_own_name(metrics: Metrics) ->
             assert values == {metric.name: 3 if metric.kind == "counter" else 7}
 
 
-def test_no_label_holds_a_room() -> None:
-    assert not {"room", "nonce", "peer"} & {label for metric in METRICS for label in metric.labels}
-
-
 def test_the_process_is_there_too(metrics: Metrics) -> None:
     families = scrape(metrics)
     assert families["process_open_fds"].samples[0].value > 0

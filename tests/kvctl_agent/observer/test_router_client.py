@@ -56,13 +56,6 @@ def test_the_page_has_the_client_of_the_example(page: str) -> None:
     assert client in page
 
 
-def test_it_asks_over_ipc(agent: Callable[..., Any], serve: Serve) -> None:
-    server = serve(own={"cost": lambda args: {**COST, "tokens": args["tokens"]}})
-    client = agent(f"ipc://{server.path}", timeout_ms=60_000)
-    assert client.ask("cost", tokens=4096) == {**COST, "tokens": 4096}
-    assert client.ask("cost", tokens=1)["tokens"] == 1
-
-
 def test_a_refusal_and_silence_are_errors_that_name_the_agent(
     agent: Callable[..., Any], serve: Serve, tmp_path: Path
 ) -> None:
