@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -72,6 +75,38 @@ def test_a_turn_of_launches_is_a_burst() -> None:
         took_ns = time.monotonic_ns() - before
     assert took_ns >= 22_000_000 + 2_000_000
     assert loop.times["iterations"] > 1
+
+
+@pytest.mark.parametrize("kind", ENGINE_KINDS[1:])
+def test_another_thread_runs_during_a_turn_whose_calls_release_the_interpreter(kind: str) -> None:
+    """With a switch interval of an hour a thread runs only while the engine's thread releases the interpreter.
+
+    The receive call of `spin` releases it for a microsecond, in which the other thread may not wake: here it waits.
+    """
+    go, ran = threading.Event(), threading.Event()
+
+    def run() -> None:
+        go.wait()
+        ran.set()
+
+    interval_s = sys.getswitchinterval()
+    thread = threading.Thread(target=run)
+    thread.start()  # which lets it run until it waits
+    with closing(BusyLoop(kind)) as loop:
+        socket = cast(Any, loop)._socket
+        socket.rcvtimeo = 20
+        cast(Any, loop)._socket = SimpleNamespace(recv=lambda _: socket.recv())  # it waits, without the interpreter
+        sys.setswitchinterval(3600)
+        try:
+            end = time.monotonic() + 60
+            go.set()
+            while not ran.is_set() and time.monotonic() < end:
+                loop.turn()
+            ran_meanwhile = ran.is_set()
+        finally:
+            sys.setswitchinterval(interval_s)
+    thread.join()
+    assert ran_meanwhile
 
 
 def test_a_choice_of_busy_engines_names_ranks_and_their_loop() -> None:
