@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from kvctl.commands.bench_options import TRANSPORTS, sweep_loads
 from kvctl.commands.output import Output
 from kvctl.lab.bench.machine import memory_budget_bytes
-from kvctl.lab.bench.options import TRANSPORTS, sweep_loads
 from kvctl.lab.bench.trials import Program
 from kvctl.lab.bench.variants import Variant, expand, waves
 from kvctl.lab.ranks.plan import Plan

@@ -21,6 +21,7 @@ from typing import Any
 import click
 import orjson
 
+from kvctl.commands.bench_options import sweep_loads
 from kvctl.commands.demo import sigterm_unwinds
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
@@ -29,7 +30,6 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.health.host.view import sglang_problem
 from kvctl.lab.bench.machine import fingerprint, nvidia_gpus
-from kvctl.lab.bench.options import sweep_loads
 from kvctl.lab.bench.page import page
 from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS, ServerBench

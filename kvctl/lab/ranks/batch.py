@@ -34,7 +34,7 @@ class Batch:
         self.release_ns: int | None = None
         self.busy = BusyLoop(command.busy) if command.busy else None
         self._counters = measure.counters(worker.agent.observe.metrics())
-        self._cpu_ns = measure.cpu_ns()
+        self._cpu_ns = time.process_time_ns()
 
     def failed(self, room: Room, failure: Failure | None) -> None:
         """Records the cause of a failed room as one line of text."""
@@ -45,7 +45,7 @@ class Batch:
 
     def report(self, held: list[int]) -> RunReport:
         """Returns the measurements of the run; `held` are the indices of rooms whose pages may still be written to."""
-        cpu_ns = measure.cpu_ns() - self._cpu_ns
+        cpu_ns = time.process_time_ns() - self._cpu_ns
         worker, agent = self._worker, self._worker.agent
         indices = {number: room.index for number, room in worker.content.rooms.items()}
         succeeded = {number: index for number, index in indices.items() if index not in self.failures}

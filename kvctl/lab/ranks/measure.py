@@ -111,11 +111,6 @@ def layer_groups(records: Iterable[FoldedRoom], layers: int) -> int:
     return max(map(len, groups.values()), default=0)
 
 
-def cpu_ns() -> int:
-    """Returns the CPU time that all threads of this process have used so far, in nanoseconds."""
-    return time.process_time_ns()
-
-
 def peak_rss_bytes() -> int:
     """Returns the peak resident memory of this process (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -127,16 +122,6 @@ def peak_rss_bytes() -> int:
 def rss_bytes() -> int:
     """Returns the current resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-
-
-def open_files() -> int:
-    """Returns the number of open file descriptors of this process."""
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-def threads() -> int:
-    """Returns the number of threads of this process."""
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def forget_peak_rss() -> None:

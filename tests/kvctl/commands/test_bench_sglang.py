@@ -86,7 +86,7 @@ def test_sizes_and_flags_are_those_of_the_servers() -> None:
     ("args", "found", "problem"),
     [
         (("--path", "staged", "--ring-mb", "4"), 0, "--path, --ring-mb: not with --engine sglang"),
-        (("--preset", "stress"), 0, "--preset: not with --engine sglang"),
+        (("--layer-ms", "1"), 0, "--layer-ms: not with --engine sglang"),
         (("--prefill-cp", "2"), 0, "--prefill-cp: not with --engine sglang"),
         (("--verify", "sample"), 0, "compared .full. or not .off."),
         (("--sides", "nixl,nixl"), 0, "a side is given twice"),

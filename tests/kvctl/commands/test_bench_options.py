@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.options import parse_cp_modes, parse_sweep, sweep_loads
+from kvctl.commands.bench_options import parse_cp_modes, parse_sweep, sweep_loads
 from kvctl.lab.ranks.request import (
     Group,
     Load,
