@@ -7,11 +7,12 @@ and does the work that is due meanwhile.
 from __future__ import annotations
 
 import contextlib
-import os
+
 import queue
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvctl.lab.faults.agent import faulty_agent
@@ -277,8 +278,8 @@ class Worker:
             token=command.token,
             at_ns=time.monotonic_ns(),
             rss_bytes=measure.rss_bytes(),
-            fds=len(os.listdir("/proc/self/fd")),
-            threads=len(os.listdir("/proc/self/task")),
+            fds=len([*Path("/proc/self/fd").iterdir()]),
+            threads=len([*Path("/proc/self/task").iterdir()]),
             rooms=len(self.rooms.handles),
             records=len(self.agent.machine.rooms),
             ring_bytes=ring["size_bytes"] if ring else 0,
