@@ -7,7 +7,6 @@ and does the work that is due meanwhile.
 from __future__ import annotations
 
 import contextlib
-
 import queue
 import time
 from collections.abc import Callable, Mapping
