@@ -79,6 +79,7 @@ class TestPrefill:
         assert room["latency_ns"] == 6 * MS  # from the first chunk to SGLang's success, not to its clean-up
         stages = [(event["stage"], event["chunk"]) for event in room["timeline"] if event["stage"] == "wire"]
         assert stages == [("wire", 0), ("wire", 1)]
+        assert [event["stage"] for event in room["timeline"]][-2:] == ["sent", "done"]
         assert counter(seen, "kvctl_part_bytes_total", "bulk") == 4 * PAGE
         assert not seen.rooms
 
@@ -254,7 +255,9 @@ class TestDecode:
     def test_a_lost_server_loses_its_ranks_until_they_are_found_again(self) -> None:
         seen = tracker("decode")
         apply(seen, (Tracker.status_changed, 1, 7, WAITING), (Tracker.writers_known, 1, 7, WRITERS, False))
-        apply(seen, (Tracker.server_answered, 5, "10.0.0.1:8998"), (Tracker.server_lost, 9, "10.0.0.1:8998"))
+        lost = [(Tracker.server_lost, at_ns, "10.0.0.1:8998") for at_ns in (9, 10)]
+        apply(seen, (Tracker.server_answered, 5, "10.0.0.1:8998"), *lost)
+        assert counter(seen, "kvctl_peer_lost_total") == 2
         assert {(peer.answered_ns, peer.lost_ns) for peer in seen.peers.values()} == {(5, 9)}
         again = WRITERS[0]._replace(endpoint="10.0.0.1:77")
         apply(seen, (Tracker.status_changed, 10, 8, WAITING), (Tracker.writers_known, 10, 8, (again,), False))
