@@ -178,7 +178,7 @@ class TestFromTensors:
             pool.segments[0].block(0, K)
 
 
-GOOD = layers(2, (8, 2, 4))
+GOOD, WHOLE = layers(2, (8, 2, 4)), torch.zeros(14, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,7 @@ GOOD = layers(2, (8, 2, 4))
             [torch.zeros(8, 2, 4, device="meta")], [torch.zeros(8, 2, 4)], {}, "layer 0 k: on device meta", id="device"
         ),
         pytest.param(GOOD, GOOD, {}, "layer [01] k and layer [01] v share memory", id="K is V"),
+        pytest.param([WHOLE[:8]], [WHOLE[6:14]], {}, "layer 0 k and layer 0 v share memory", id="K ends in V"),
         pytest.param(
             [torch.zeros(0, 2, 4)], [torch.zeros(0, 2, 4)], {}, "layer 0 k: .*is empty", id="empty"
         ),
@@ -336,6 +337,15 @@ class TestLayouts:
         with pytest.raises(MemoryLayoutError, match=r"layer 0 k and layer 0 v share memory.*pass overlaid=True"):
             wrap(k, v, axes="pages tokens heads dim")
         assert wrap(k, v, axes="pages tokens heads dim", overlaid=True).nbytes == 2 * PAGES * TOKENS * HEADS * DIM * 2
+
+    def test_memory_is_shared_if_it_takes_long_to_find_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def hard(*_: object) -> bool:
+            raise np.exceptions.TooHardError
+
+        monkeypatch.setattr(np, "shares_memory", hard)
+        kv = torch.zeros(PAGES, TOKENS, HEADS, DIM + 4, dtype=torch.float16)
+        with pytest.raises(MemoryLayoutError, match="share memory"):
+            wrap([kv[..., :DIM]], [kv[..., DIM:]], axes="pages tokens heads dim")
 
     def test_state_and_scales_may_be_strided_by_page(self) -> None:
         """vLLM's groups of hybrid models are views of one buffer of blocks."""
