@@ -29,12 +29,6 @@ def test_findings_are_those_of_the_file_compared_with_its_moment_before(file: st
     assert codes(outcome.out) == ["KV_RING_FULL", "KV_RING_FULL", "KV_FLEET_YOUNG"]
 
 
-def test_what_is_muted_here_is_heard_of_a_file(file: str, kvctl: Any) -> None:
-    kvctl("health", "mute", "KV_RING_FULL", "1h")
-    assert codes(kvctl("health", "-o", "json").out) == ["KV_FLEET_YOUNG"]
-    assert codes(kvctl("health", "--from", file, "-o", "json").out)[0] == "KV_RING_FULL"
-
-
 def test_a_watch_of_a_file_ends_with_it(file: str, kvctl: Any) -> None:
     outcome = kvctl("check", "staging", "--from", file, "-w", "0.01")
     assert outcome.code == 2

@@ -71,25 +71,3 @@ def test_a_real_fleet_recorded_and_redacted(busy: Path, kvctl: Any, tmp_path: Pa
     *_, room = kvctl(*TRANSFERRED, "-o", "json", "--from", str(path)).data
     shown = kvctl("rooms", "show", room["room"], "-o", "json", "--from", str(path)).data
     assert {"ready", "arrive"} <= {event["stage"] for event in shown[0]["timeline"]}
-
-
-@pytest.mark.full
-def test_ctrl_c_ends_a_series_and_the_file_is_whole(busy: Path, kvctl: Any, tmp_path: Path) -> None:
-    until_rooms_are_done(kvctl)
-    path = tmp_path / "series.kvrec"
-    command = [sys.executable, "-m", "kvctl", "record", str(path), "--for", "1h", "--every", "50ms"]
-    partial = re.compile(r"\.series\.kvrec\.[0-9a-f]{8}\.partial")
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as recorder:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            sizes = [each.stat().st_size for each in tmp_path.iterdir() if partial.fullmatch(each.name)]
-            if sizes and sizes[0] > 100_000:
-                break
-            time.sleep(0.05)
-        recorder.send_signal(signal.SIGINT)
-        _, said = recorder.communicate(timeout=PATIENCE_S)
-    assert recorder.returncode == 130
-    assert "snapshots in" in said
-    assert [each.name for each in tmp_path.iterdir() if "series" in each.name] == ["series.kvrec"]
-    assert kvctl("status", "--from", str(path)).code == 0
-    assert path.stat().st_mode & 0o777 == 0o600

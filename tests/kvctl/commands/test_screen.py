@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -51,16 +49,3 @@ def test_neither_programs_nor_dumb_terminals_get_a_drawing(
     watched.until(shown, times=2)
     watched.end(signal.SIGINT)
     assert "\x1b" not in watched.seen
-
-
-@pytest.mark.parametrize("output", [(), ("-o", "table")])
-def test_a_pipe_gets_no_control_sequence(output: tuple[str, ...], fleet: Any) -> None:
-    command = [sys.executable, "-m", "kvctl", "rooms", "-w", "0.05", *output]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        seen = b"".join(process.stdout.readline() for _ in range(20))
-        process.send_signal(signal.SIGINT)
-        process.stdout.read()
-        assert process.wait(60) == 130
-    assert b"Transferring" in seen
-    assert b"\x1b" not in seen

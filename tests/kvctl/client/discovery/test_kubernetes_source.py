@@ -177,17 +177,6 @@ def test_credentials_that_were_replaced_are_read_again(api: KubernetesApi, tmp_p
         source.close()
 
 
-def test_an_api_server_that_is_not_there(api: KubernetesApi, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    api.url = f"http://127.0.0.1:{port}"
-    api.kubeconfig(tmp_path / "kubeconfig")
-    code, text = error()
-    assert code == "unreachable"
-    assert text.startswith(f"http://127.0.0.1:{port} cannot be reached: ")
-    assert "refused" in text
-
-
 def test_an_api_server_that_does_not_answer_in_time(api: KubernetesApi) -> None:
     api.delay_s = 60
     began = time.monotonic()

@@ -69,8 +69,6 @@ def test_chunked_answers() -> None:
         (answer(b"<html>{}</html>"), FaultCode.PROTOCOL, "text format"),
         (answer(gzip.compress(b"sglang:x 1\n", mtime=0)), FaultCode.PROTOCOL, "text format"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", FaultCode.PROTOCOL, "not HTTP"),
-        (b"", FaultCode.PROTOCOL, "not HTTP"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nshort", FaultCode.PROTOCOL, "not HTTP"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", FaultCode.PROTOCOL, "not HTTP"),
     ],
 )
@@ -93,15 +91,6 @@ def test_a_host_that_cannot_be_looked_up_is_the_whole_message(names: Names) -> N
         scrape("http://unknown.test:80/metrics", soon())
     assert caught.value.code is FaultCode.UNREACHABLE
     assert re.fullmatch(r"host unknown\.test cannot be looked up: [^;?]+", str(caught.value))
-
-
-@pytest.mark.parametrize(
-    "pieces", [[b"HTTP/1.1 200 OK\r\n"] + [b"X: y\r\n"] * 10_000, [answer(b"")[:-2]] + [b" "] * 10_000]
-)
-def test_a_slow_server_ends_at_the_deadline(pieces: list[bytes]) -> None:
-    with serving(pieces, pause_s=0.05) as place, pytest.raises(ScrapeError) as caught:
-        scrape(f"http://{place}/metrics", soon(S // 2))
-    assert caught.value.code is FaultCode.TIMEOUT
 
 
 def test_a_silent_server_ends_at_the_deadline() -> None:
