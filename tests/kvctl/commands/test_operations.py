@@ -306,9 +306,7 @@ def answered(terminal: Any, answer: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("args", "question"),
     [
-        (("drain", "decode-1"), "Drain decode-1 (it will accept no new rooms)? [y/N]"),
         (("drain", "--all"), "Drain decode-0, decode-1, prefill-0, prefill-1 (they will accept no new rooms)? [y/N]"),
-        (("resume", "decode-1"), "Resume decode-1 (it will accept new rooms again)? [y/N]"),
         (
             ("config", "set", "waiting_timeout_s", "60", "-e", "decode-0"),
             "Set waiting_timeout_s = 60 on decode-0? [y/N]",
@@ -322,7 +320,7 @@ def answered(terminal: Any, answer: str) -> tuple[int, str]:
             "Release allocation 7 of decode-0 (8 MiB, room 7, quarantined for 4 s, writer prefill-0) by force",
         ),
     ],
-    ids=["drain", "drain-all", "resume", "set", "abort", "release"],
+    ids=["drain-all", "set", "abort", "release"],
 )
 def test_a_person_is_asked_and_may_say_no(fleet: Any, on_terminal: Any, args: tuple[str, ...], question: str) -> None:
     code, seen = answered(on_terminal(*args, size=(200, 24)), "\n")

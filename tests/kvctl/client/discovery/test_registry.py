@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import zmq
-from zmq.utils import z85
 
 from kvctl.client.calls import Call
 from kvctl.client.discovery import open_source, registry_source
@@ -21,7 +20,7 @@ from kvctl.client.fanout import Fanout
 from kvctl.client.fleet import Fleet
 from kvctl.client.keys import NO_KEYS, KeyNames
 from kvctl.lab.tcp_ports import free_port
-from kvctl_agent.host.keys import KeyPair, secret_text
+from kvctl_agent.host.keys import read_pair
 from kvctl_agent.protocol import bootstrap_registry as registry
 from tests.support.polling import until
 from tests.support.routers import answer_with, router
@@ -30,36 +29,26 @@ S = 1_000_000_000
 ELSEWHERE = "node-7"
 
 
-def pair() -> KeyPair:
-    return KeyPair(*(z85.decode(half) for half in zmq.curve_keypair()))
-
-
 def find(url: str, keys: KeyNames = NO_KEYS, timeout_s: float = 60.0) -> Found:
     return open_source(url, keys).find(time.monotonic_ns() + round(timeout_s * S))
 
 
 class Keys:
-    """The key files of a fleet, and of a client with level read."""
+    """The key files of a fleet, of a client with level read, and of a stranger."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.fleet, self.client = pair(), pair()
+        self.fleet, self.client = (read_pair(folder / f"{name}.key") for name in ("fleet", "default"))
         self.clients = folder / "clients"
         self.clients.write_text(f"read {self.client.public.hex()} on-call\n")
-        self.names = KeyNames(self._file("client", self.client), self.fleet.public.hex())
-        self.stranger = KeyNames(self._file("stranger", pair()), self.fleet.public.hex())
-        self.config = {"fleet_key": self._file("fleet", self.fleet), "admin_clients": str(self.clients)}
-
-    def _file(self, name: str, keys: KeyPair) -> str:
-        path = self.folder / f"{name}.key"
-        path.touch(0o600)
-        path.write_text(secret_text(name, keys))
-        return str(path)
+        own, stranger = (str(folder / f"{name}.key") for name in ("default", "stranger"))
+        self.names, self.stranger = (KeyNames(each, self.fleet.public.hex()) for each in (own, stranger))
+        self.config = {"fleet_key": str(folder / "fleet.key"), "admin_clients": str(self.clients)}
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Keys:
-    return Keys(tmp_path)
+def keys(keys: Path, kvctl: Any) -> Keys:
+    assert kvctl("key", "new", "stranger").code == 0
+    return Keys(keys)
 
 
 @pytest.fixture
