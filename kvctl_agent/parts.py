@@ -730,4 +730,5 @@ def machine_of(
         ),
         fallback=lambda peer, share, n, pages: chooser.without_ring(share, reaches(peer.name), runs(peer.name, share)),
         early_send=settings["pp_early_send"],
+        checksums=settings["checksum"],
     )

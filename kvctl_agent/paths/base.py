@@ -28,7 +28,7 @@ class Flight(ABC):
         post_ns: Time spent in the engine's post call; includes the copy if the engine copies in that call.
         descriptors: Descriptors passed to the engine, before it merges them; kernels on path direct.
         posts: Writes submitted to the engine; kernels on path direct.
-        row: The aux row that was sent in the tag; None if the part's bytes were written.
+        row: The aux row that was sent in the tag; None if the tag carried none.
         event: The event of the GPU that the transfer waits for, and nothing else; None if there is none.
     """
 

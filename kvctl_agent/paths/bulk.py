@@ -17,11 +17,8 @@ from kvctl_agent.paths.contiguous_runs import whole_pages
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.paths.slice import SlicePath
 from kvctl_agent.protocol.events import Transfer
-from kvctl_agent.protocol.tag import TAG_BYTES, with_row
+from kvctl_agent.protocol.tag import MAX_ROW_BYTES, TAG_BYTES, with_row
 from kvctl_agent.transport.base import Addresses
-
-MAX_ROW_IN_TAG = 2048
-"""Size of the largest aux row that is sent in its tag."""
 
 
 class BulkPath(SlicePath):
@@ -38,7 +35,7 @@ class BulkPath(SlicePath):
 
 
 class AuxPath:
-    """Sends the aux row of a room: a small row in its tag, another one in one write.
+    """Sends an aux row that does not go with a KV part: a small row in its tag, another one in one write.
 
     A tag costs a sixth of a write: a write is a request of the engine that is made, posted, polled and freed, and its
     end waits for the decode rank's acknowledgement. A row with a checksum is written, because the checksum is computed
@@ -55,7 +52,7 @@ class AuxPath:
                 f"aux row {row} of {local.aux_row_bytes} bytes cannot go to row {slot} of {remote.aux_row_bytes} "
                 "bytes: pass an aux row to finish(), and use rows of one size on both sides"
             )
-        if sum(local.aux_row_bytes) <= MAX_ROW_IN_TAG and len(order.tag) == TAG_BYTES:
+        if sum(local.aux_row_bytes) <= MAX_ROW_BYTES and len(order.tag) == TAG_BYTES:
             return _ToldFlight(connection, order, began_ns, connection.pool.aux_row(row))
         arrays = _addresses(local, row), _addresses(remote, slot), np.array(local.aux_row_bytes, np.uint64)
         transport, peer, tag = connection.transport, connection.peer, order.tag

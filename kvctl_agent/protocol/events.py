@@ -163,13 +163,15 @@ class SendPages(Event, frozen=True):
 class Finish(Event, frozen=True):
     """Prefill engine: all pages were passed; the aux row and the state components are ready to be sent.
 
-    `aux_index` is the row of this rank's aux pool, or -1; `states` has the item indices of each state component.
+    `aux_index` is the row of this rank's aux pool, or -1; `states` has the item indices of each state component;
+    `pages` are the last pages, if they were not passed before.
     """
 
     room: int
     aux_index: int
     at_ns: int
     states: tuple[Pages, ...] = ()
+    pages: SendPages | None = None
 
 
 class Recall(Event, frozen=True):
@@ -408,6 +410,7 @@ class Transfer(Action, frozen=True):
     """Write one part to a decode rank; answered by PartSent or PartFailed.
 
     `src_pages` and `dst_pages` are page indices for KV, item indices for a state component, and one row for aux.
+    `aux_row` is the row that is sent in the tag of a KV part; -1: none.
     """
 
     peer: str
@@ -424,6 +427,7 @@ class Transfer(Action, frozen=True):
     cancel: CancelToken
     ready_ns: int
     opened_ns: int  # when the part was queued
+    aux_row: int = -1
 
 
 class Scatter(Action, frozen=True):

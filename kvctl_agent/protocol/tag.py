@@ -1,7 +1,7 @@
 """Keys of rooms and parts, and the tag that a write carries to its decode rank.
 
 A tag names the part that has landed and its ring region. It is a fixed binary struct, so that it is cheap to make and
-passes through any transport that carries bytes. The tag of a small aux row contains the row.
+passes through any transport that carries bytes. A small aux row travels in a tag: its own, or that of the last KV part.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ _LAYOUT = struct.Struct("<BBQQQQIIHH")
 _CHECKSUM = struct.Struct("<I")
 TAG_BYTES = _LAYOUT.size
 CHECKSUM_BYTES = _CHECKSUM.size
+MAX_ROW_BYTES = 2048
+"""Size of the largest aux row that is sent in a tag."""
 
 
 class RoomKey(NamedTuple):
@@ -56,12 +58,18 @@ class PartKey(NamedTuple):
         return f"writer {self.writer} chunk {self.chunk} layers {layer_range(self.lo, self.hi)}"
 
 
+def aux_key(writer: int) -> PartKey:
+    """Returns the key of the aux row that a writer sends."""
+    return PartKey(writer, 0, 0, 0)
+
+
 class Tag(NamedTuple):
     """Tag of the write of one part.
 
     `incarnation` is the decode rank's; `serial` is that of the grant, or 0 for a part written straight to its pages.
     `checksum` is that of the writer's bytes (see `memory.checksum`), or None if the writer computes none; the packed
-    tag is shorter then. `row` is the aux row, or None if the bytes of the part were written; a tag has not both.
+    tag is shorter then. `row` is the aux row: the bytes of an aux part, or those that came with a KV part; None if the
+    tag carries none. A tag has a checksum or a row, not both.
     """
 
     kind: PartKind
@@ -72,6 +80,11 @@ class Tag(NamedTuple):
     key: PartKey
     checksum: int | None = None
     row: bytes | None = None
+
+    @property
+    def aux(self) -> Tag:
+        """The tag of the aux row that came in this tag of a KV part."""
+        return self._replace(kind=PartKind.AUX, serial=0, key=aux_key(self.key.writer))
 
     def pack(self) -> bytes:
         data = _LAYOUT.pack(_MAGIC, self.kind, self.incarnation, self.room, self.nonce, self.serial, *self.key)
@@ -92,7 +105,7 @@ class Tag(NamedTuple):
         magic, kind, incarnation, room, nonce, serial, writer, chunk, lo, hi = _LAYOUT.unpack_from(data)
         if magic != _MAGIC and not has_row:
             raise RemoteProtocolError(f"tag starts with {magic:#x}, expected {_MAGIC:#x}")
-        if kind not in (PartKind.KV, PartKind.AUX, PartKind.STATE) or (has_row and kind != PartKind.AUX):
+        if kind not in (PartKind.KV, PartKind.AUX, PartKind.STATE) or (has_row and kind == PartKind.STATE):
             raise RemoteProtocolError(f"tag of unknown kind {kind}")
         if kind != PartKind.AUX and lo >= hi:
             raise RemoteProtocolError(f"tag with empty layer range {layer_range(lo, hi)}")
@@ -108,5 +121,5 @@ def with_checksum(packed: bytes, checksum: int) -> bytes:
 
 
 def with_row(packed: bytes, row: bytes) -> bytes:
-    """Returns the packed tag of an aux row with the row appended; `packed` has no checksum."""
+    """Returns a packed tag with an aux row appended; `packed` has no checksum."""
     return bytes((_MAGIC_WITH_ROW,)) + packed[1:] + row

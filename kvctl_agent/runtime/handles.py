@@ -399,28 +399,56 @@ class Send(Handle):
         group = self._bounds.group(self.room, layers)
         self._computed(indices, last, group, event, group_pages)
 
-    def finish(self, aux_index: int | None = None, state_indices: Sequence[Any] = ()) -> None:
+    def finish(
+        self,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] = (),
+        pages: Any = None,
+        event: Any = None,
+        group_pages: Sequence[Any] = (),
+    ) -> None:
         """Reports that all pages were passed and that aux row and state are ready; also ends a room without pages.
 
         Args:
             aux_index: row of this rank's aux tensor; None without one.
             state_indices: for each state component, in the model's order, the room's item indices in this rank's pool.
+            pages: the last pages of the prompt, as `indices` for `pages`, if aux row and state are ready when they are:
+                cheaper than a call of `pages` before, since a small aux row is sent with them. None: they were passed.
+            event, group_pages: as for `pages`.
 
         Raises:
-            LocalProtocolError: the method was called before, or the aux row or an item is outside the pool.
+            LocalProtocolError: the method was called before, the aux row or an item is outside the pool, or as for
+                `pages`.
         """
         self._region.note_call(FINISH)
         if self._finished:
             raise LocalProtocolError(f"room {self.room} was finished already")
         aux = self._bounds.aux(self.room, aux_index)
         states = self._bounds.states(self.room, state_indices)
+        if pages is None:
+            self._post_in_order(lambda at_ns: ev.Finish(self.room, aux, at_ns, states))
+        elif self._last:
+            raise LocalProtocolError(f"room {self.room}: pages after the last ones")
+        else:
+            self._computed(
+                pages, True, None, event, group_pages, lambda last: ev.Finish(self.room, aux, last.at_ns, states, last)
+            )
         self._last = self._finished = True
-        self._post_in_order(lambda at_ns: ev.Finish(self.room, aux, at_ns, states))
 
     def _computed(
-        self, indices: Any, last: bool, group: tuple[int, int] | None, event: Any, group_pages: Sequence[Any]
+        self,
+        indices: Any,
+        last: bool,
+        group: tuple[int, int] | None,
+        event: Any,
+        group_pages: Sequence[Any],
+        wrap: Callable[[ev.SendPages], ev.Event] = lambda pages: pages,
     ) -> bool:
-        """Posts computed pages of the layers in `group`, or of all layers if it is None; returns `last`."""
+        """Posts computed pages of the layers in `group`, or of all layers if it is None; returns `last`.
+
+        Args:
+            wrap: returns the event to be posted.
+        """
         last = check_flag(f"room {self.room}: last", last)
         later = callable(indices)
         pages = ev.NO_PAGES if later else self._bounds.pages(self.room, indices)
@@ -428,9 +456,9 @@ class Send(Handle):
         if later and event is None:
             raise LocalProtocolError(f"room {self.room}: page indices that are not known yet need event=")
 
-        def sent(at_ns: int, *, launched: bool = False) -> ev.SendPages:
+        def sent(at_ns: int, *, launched: bool = False) -> ev.Event:
             known = self._bounds.pages(self.room, indices()) if later else pages
-            return ev.SendPages(self.room, known, last, at_ns, group, launched, groups)
+            return wrap(ev.SendPages(self.room, known, last, at_ns, group, launched, groups))
 
         if event is None:
             self._post_in_order(sent)

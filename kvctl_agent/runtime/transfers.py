@@ -29,7 +29,7 @@ from kvctl_agent.native import Turns
 from kvctl_agent.paths.base import Flight, Path
 from kvctl_agent.paths.peer_connection import PeerConnection
 from kvctl_agent.protocol.events import Event, PartFailed, PartSent, Transfer
-from kvctl_agent.protocol.tag import PartKind, Tag, with_checksum
+from kvctl_agent.protocol.tag import PartKind, Tag, with_checksum, with_row
 from kvctl_agent.telemetry.hub import Telemetry
 from kvctl_agent.transport.base import Waited
 
@@ -58,7 +58,7 @@ class Transfers:
 
     Args:
         paths: transfer paths by name.
-        aux: path of aux rows.
+        aux: path of the aux rows that do not go with a KV part.
         connections: connections by peer, written by the control loop; entries are replaced, never changed.
         progress: makes the transport progress; called periodically while no part is transferred.
         wait_for_tags: `Transport.wait_for_tags`, during which the transport progresses, too; None: there is none.
@@ -342,7 +342,13 @@ class Transfers:
             return
         path = self._aux if order.kind is PartKind.AUX else self._paths[order.path]
         try:
-            self._active.append(path.start(connection, order))
+            if order.aux_row < 0:
+                flight = path.start(connection, order)
+            else:
+                row = connection.pool.aux_row(order.aux_row)
+                flight = path.start(connection, replace(order, tag=with_row(order.tag, row)))
+                flight.row = row
+            self._active.append(flight)
         except Exception as error:
             self._report_failed(order, error, in_flight=False)
             return

@@ -105,6 +105,8 @@ class Forward:
         chunks = -(-len(tables[0]) // steps[0])
         begins = self._clock.forward(asked_ns, chunks)
         job = self.jobs[room.number] = Job(self._clock.layer_ns, begins, self._layers)
+        finals = self._content.slots[room.number], self._content.states(room.number)
+        groups: Sequence[range] = ()
         yield job.due_ns(0, 0)
         for chunk in range(chunks):
             pages, *group_pages = (
@@ -125,8 +127,12 @@ class Forward:
             if not groups:
                 yield job.due_ns(chunk, self._layers)
                 job.done_ns = time.monotonic_ns()
-                send.pages(pages, last=last, group_pages=group_pages)
-        send.finish(self._content.slots[room.number], self._content.states(room.number))
+                if last:
+                    send.finish(*finals, pages, group_pages=group_pages)
+                else:
+                    send.pages(pages, group_pages=group_pages)
+        if groups or not chunks:
+            send.finish(*finals)
 
 
 def scripted(command: Open, agent: Agent, content: Content, send: Send) -> Iterator[int]:

@@ -106,12 +106,15 @@ class KvctlKVSender(Sender):
         start, self.curr_idx = self.curr_idx, self.curr_idx + len(kv_indices)
         last = self.curr_idx == self.num_kv_indices
         event, self._early_send_wait_event = self._early_send_wait_event, None
+        pages = None
         if self.curr_idx > self.passed or not self.passed:
             pages = _after(self._prefix_before(max(start, self.passed)), kv_indices[max(0, self.passed - start) :])
-            handle.pages(pages, last=last, event=event)
         if last:
             self._finished = True
-            handle.finish(self.aux_index, self.kv_mgr.state_lists(state_indices, self.pop_decode_prefix_len()))
+            states = self.kv_mgr.state_lists(state_indices, self.pop_decode_prefix_len())
+            handle.finish(self.aux_index, states, pages, event)
+        elif pages is not None:
+            handle.pages(pages, event=event)
 
     def _note_start(self) -> None:
         """Notes when the transfer begins, for SGLang's metrics."""

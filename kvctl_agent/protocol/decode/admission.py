@@ -37,7 +37,7 @@ from kvctl_agent.protocol.decode.prefill_instances import PrefillInstances
 from kvctl_agent.protocol.decode.rooms import DecodeState, FinalKey, RecvRoom, RecvRooms, TablePages, opening_at
 from kvctl_agent.protocol.machine import MachineContext, PeerSessions
 from kvctl_agent.protocol.peer import Peer, PeerPlan, PeerState, plan_with_peer
-from kvctl_agent.protocol.tag import PartKey, PartKind
+from kvctl_agent.protocol.tag import PartKey, PartKind, aux_key
 
 
 @dataclass(eq=False)
@@ -200,8 +200,8 @@ class RecvAdmission:
         wanted = [] if opening.prefill_only else slices_to_reader(inputs, room.room, reader)
         finals: dict[FinalKey, tuple[TransferSlice | None, ev.Pages]] = {}
         if opening.aux_index >= 0:
-            key = PartKey(aux_writer(inputs, room.room, reader), 0, 0, 0)
-            finals[PartKind.AUX, key] = None, single(opening.aux_index)
+            writer = aux_writer(inputs, room.room, reader)
+            finals[PartKind.AUX, aux_key(writer)] = None, single(opening.aux_index)
         if any(opening.states):
             components = [segment.index for segment in inputs.segments if segment.state]
             asked = [index for index, items in zip(components, opening.states, strict=False) if items]

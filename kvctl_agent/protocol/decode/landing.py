@@ -234,6 +234,8 @@ class Landing:
         reason = self._take(tag, at_ns)
         if reason:
             self.context.telemetry.metrics.add("kvctl_tags_dropped_total", 1, reason)
+        if tag.kind is PartKind.KV and tag.row is not None and reason in (None, "duplicate"):
+            self._arrive(tag.aux, at_ns)
 
     def _take(self, tag: Tag, at_ns: int) -> str | None:
         """Accepts a tag and returns None, or returns the reason why the tag is dropped."""

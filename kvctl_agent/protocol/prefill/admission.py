@@ -34,7 +34,7 @@ from kvctl_agent.protocol.prefill.dispatch import Dispatch
 from kvctl_agent.protocol.prefill.rooms import MAX_TRANSFERS, PrefillState, SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import Final, PeerTransfer, SendRoom, TableTransfer
 from kvctl_agent.protocol.prefill.staging_credits import StagingCredits, writer_quota
-from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
+from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, aux_key
 
 MAX_CHUNKS = 1 << 16  # of one room
 DRAINING = "KV_DRAINING"
@@ -260,8 +260,7 @@ class SendAdmission:
         """
         finals: list[Final] = []
         if message.aux_index >= 0 and aux_writer(inputs, message.room, reader) == self.context.rank:
-            key = PartKey(self.context.rank, 0, 0, 0)
-            finals.append(Final(PartKind.AUX, key, None, single(message.aux_index)))
+            finals.append(Final(PartKind.AUX, aux_key(self.context.rank), None, single(message.aux_index)))
         if not message.states:
             return {(final.kind, final.key): final for final in finals}
         components = [segment for segment in inputs.segments if segment.state]

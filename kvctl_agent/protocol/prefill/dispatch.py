@@ -2,7 +2,8 @@
 
 - A ready part is queued if its path needs no ring, or if it has a grant and the watermark has passed its region; in
   both cases the peer's lease must be valid. Otherwise the part is gated and holds no staging buffer.
-- The final parts, aux row and state, are queued only after all KV parts of their transfer.
+- The final parts, aux row and state, are queued only after all KV parts of their transfer; the aux row with the last
+  of these if the prompt is finished by then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvctl_agent.protocol.machine import MachineContext
 from kvctl_agent.protocol.peer import Peer
 from kvctl_agent.protocol.prefill.rooms import PrefillState, SendRooms, StagingRequests
 from kvctl_agent.protocol.prefill.send_room import Final, Part, PartState, PeerTransfer, SendableChunk, SendRoom
-from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey
+from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, aux_key
 
 
 @dataclass(eq=False)
@@ -49,9 +50,11 @@ class Dispatch:
                 part = transfer.parts[event.key]
                 part.checksum = event.checksum
                 self._part_sent(room, transfer, part, event.moments)
+                final = part.aux
             else:
-                transfer.to_send -= 1
                 final = transfer.finals[event.kind, event.key]
+            if final is not None:
+                transfer.to_send -= 1
                 final.checksum, final.row = event.checksum, event.row
                 final.state = PartState.SENT
             if not transfer.resend_ns:
@@ -68,6 +71,8 @@ class Dispatch:
             return
         part = transfer.parts[event.key]
         part.state = PartState.PLANNED
+        if part.aux is not None:
+            part.aux.state, part.aux = PartState.PLANNED, None
         transfer.to_queue += part.layers
         self.staging.give_back(transfer, part)
         self.staging.request_next(transfer.peer)
@@ -259,8 +264,13 @@ class Dispatch:
         self.rooms.unpark(room, transfer, part)
         assert part.src_pages is not None
         transfer.to_queue -= part.layers
+        aux_row = -1
+        if self.state.rows_in_tags and room.finished and not transfer.to_queue:
+            final = transfer.finals.get((PartKind.AUX, aux_key(part.key.writer)))
+            if final is not None and final.state is PartState.PLANNED and room.aux_src >= 0:
+                part.aux, final.state, aux_row = final, PartState.QUEUED, room.aux_src
         dst_pages = transfer.pages_at(part)
-        self._queue(transfer, part, part.path, part.src_pages, dst_pages, part.ready_ns, peer.incarnation, grant)
+        self._queue(transfer, part, part.path, part.src_pages, dst_pages, part.ready_ns, grant, aux_row)
         self.queue_finals(room, transfer)
 
     def queue_finals(self, room: SendRoom, transfer: PeerTransfer) -> None:
@@ -284,12 +294,12 @@ class Dispatch:
             text = f"room {room.room}: {transfer.peer} expects {what}, finish() gave {given}"
             self.rooms.fail(room, self.context.failure("KV_PLAN_MISMATCH", text))
             return
-        peer = self.context.peers[transfer.peer]
         path = BULK
         if final.share is not None:
+            peer = self.context.peers[transfer.peer]
             assert peer.info is not None
             path = self.staging.fallback(peer.info, final.share, final.share.num_layers, final.dst)
-        self._queue(transfer, final, path, source, final.dst, room.forward_done_ns, peer.incarnation)
+        self._queue(transfer, final, path, source, final.dst, room.forward_done_ns)
 
     def _items(self, room: SendRoom, final: Final) -> ev.Pages:
         """Returns this rank's item indices of the state component that a final part belongs to."""
@@ -304,8 +314,8 @@ class Dispatch:
         src_pages: ev.Pages,
         dst_pages: ev.Pages,
         ready_ns: int,
-        incarnation: int,
         grant: msg.Grant | None = None,
+        aux_row: int = -1,
     ) -> None:
         part.state = PartState.QUEUED
         transfer.in_flight += 1
@@ -321,10 +331,11 @@ class Dispatch:
                 src_pages=src_pages,
                 dst_pages=dst_pages,
                 grant=grant,
-                tag=transfer.tag(part, incarnation),
+                tag=transfer.tag(part, self.context.peers[transfer.peer].incarnation),
                 cancel=transfer.cancel,
                 ready_ns=ready_ns,
                 opened_ns=self.context.now_ns,
+                aux_row=aux_row,
             )
         )
 
@@ -455,6 +466,8 @@ class Forwards:
         deferred, room.deferred = room.deferred, []
         for pages in deferred:
             self._take_pages(room, pages)
+        if event.pages is not None:
+            self.on_send_pages(event.pages)
         if not room.computed.complete:
             self._take_pages(room, ev.SendPages(event.room, np.empty(0, np.int32), True, event.at_ns))
         if room.failure is not None:

@@ -19,8 +19,8 @@ class PrefillMachine(Machine):
     Args:
         choose: chooses the path of a part.
         fallback: chooses the path of a part that can never have a ring region.
-        early_send: pipeline stages before the last one send as soon as their own forward is done.
-        state: state to continue from, which also determines `early_send`.
+        early_send, checksums: see `PrefillState`.
+        state: state to continue from, which also determines these.
     """
 
     state: PrefillState
@@ -33,9 +33,10 @@ class PrefillMachine(Machine):
         choose: ChoosePath,
         fallback: ChoosePath,
         early_send: bool = True,
+        checksums: bool = False,
         state: PrefillState | None = None,
     ) -> None:
-        state = state or PrefillState(local, timing, early_send=early_send)
+        state = state or PrefillState(local, timing, early_send=early_send, checksums=checksums)
         context = MachineContext(local, timing, telemetry, state.peers)
         staging = StagingRequests(context, state, choose, fallback)
         rooms = self._rooms = SendRooms(context, state, staging)

@@ -30,7 +30,7 @@ from kvctl_agent.protocol.prefill.send_room import (
     Wait,
 )
 from kvctl_agent.protocol.prefill.staging_credits import StagingCredits
-from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
+from kvctl_agent.protocol.tag import MAX_ROW_BYTES, PartKey, PartKind, RoomKey, Tag
 
 # Bound on the memory that one peer, broken or hostile, can make this rank allocate.
 MAX_TRANSFERS = 1 << 17
@@ -61,6 +61,7 @@ class PrefillState:
     Attributes:
         peers: decode ranks by name.
         sends_at_finish: this pipeline stage sends nothing before `finish`; fixed.
+        rows_in_tags: an aux row goes in the tag of the last KV part; fixed.
         draining: whether new rooms are refused.
         rooms: rooms by number.
         transfers: transfers by peer, room number and nonce.
@@ -74,9 +75,11 @@ class PrefillState:
 
     Args:
         early_send: pipeline stages before the last one send as soon as their own forward is done.
+        checksums: tags carry checksums, and so no rows.
     """
 
-    def __init__(self, local: LocalInfo, timing: Timing, *, early_send: bool = True) -> None:
+    def __init__(self, local: LocalInfo, timing: Timing, *, early_send: bool = True, checksums: bool = False) -> None:
+        self.rows_in_tags = not checksums and sum(local.aux_row_bytes) <= MAX_ROW_BYTES
         self.sends_at_finish = not early_send and local.coord.pp < local.side.pp - 1
         self.peers: dict[str, Peer] = {}
         self.draining = False

@@ -291,6 +291,7 @@ class Part:
     counted: bool | None = None  # in the staging credits, as part of a computed room (True) or ahead of its forward
     revoked: int = 0  # highest serial given back; grants up to it are ignored
     src_pages: Pages | None = None
+    aux: Final | None = None  # the aux row that goes in the tag of this part
     ready_ns: int = 0
     layers: int = field(init=False)
     nbytes: int = field(init=False)

@@ -20,7 +20,7 @@ _INTRODUCED = "said by the peer in its introduction, which its incarnation stand
 _PLANNED = "computed from the opening, which the nonce stands for"
 
 IRRELEVANT: dict[str, dict[str, str]] = {
-    "PrefillState": {"sends_at_finish": _GIVEN},
+    "PrefillState": {"sends_at_finish": _GIVEN, "rows_in_tags": _GIVEN},
     "Peer": {
         "timing": _GIVEN,
         "info": _INTRODUCED,

@@ -14,6 +14,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from tests.explore.explorer.machines import Age, Done, Lapse, Machines, role_of
 from tests.explore.explorer.witness import Witnesses
+from tests.support.protocol.oracle import row_of
 
 State = tuple[int, ...]
 Kind = Literal["message", "tag", "event", "begin", "flight", "scatter", "engine", "proof"]
@@ -243,7 +244,7 @@ class Flow:
         if isinstance(event, ev.PeerConnected):
             key = (*key, event.peer)
         elif isinstance(event, ev.PartSent):
-            key = (*key, event.peer, event.room, event.nonce, event.kind, event.key, event.dropped)
+            key = (*key, event.peer, event.room, event.nonce, event.kind, event.key, event.dropped, event.row)
         elif isinstance(event, ev.Scattered):
             key = (*key, event.serial)
         number = self._item(key)
@@ -270,7 +271,8 @@ class Flow:
         agent = self._at[write.writer]
         if state[agent] >= 0 and self.machines.knows[state[agent]].life == write.incarnation:
             order = write.order
-            done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, {}, dropped)
+            row = None if dropped else row_of(order)
+            done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, {}, dropped, row=row)
             self._put_event(state, agent, done)
 
     def calls_of(self, item: int) -> tuple[ev.Event, ...]:

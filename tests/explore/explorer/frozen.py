@@ -74,7 +74,7 @@ Machine = FrozenPrefill | FrozenDecode
 def machine_of(local: LocalInfo, choose: Callable[..., str] = staged, state: Any = None) -> Machine:
     """Returns an agent's machine in its initial state or in a given state."""
     if local.role == "prefill":
-        return FrozenPrefill(local, TIMING, SILENT, choose, direct, True, state)
+        return FrozenPrefill(local, TIMING, SILENT, choose, direct, True, False, state)
     return FrozenDecode(local, TIMING, SILENT, state)
 
 

@@ -192,6 +192,8 @@ class Machines:
                 if _unheard(machine.peers[action.peer]):
                     raise Broken(f"{name} orders {action.key} to {action.peer}, which it has not heard of lately")
                 told.append(("ordered", name, self.order(name, machine.local.incarnation, action)))
+            elif isinstance(action, ev.StoreAux):
+                told.append(("row stored", name, action.slot, action.row))
             elif isinstance(action, ev.StateChanged):
                 told.append(("changed", name, action.room, action.state))
             elif isinstance(action, ev.Released):
@@ -203,7 +205,7 @@ class Machines:
     def order(self, name: str, life: int, order: ev.Transfer) -> int:
         """Returns the number of a write that this incarnation of an agent ordered."""
         pages = order.src_pages.tobytes(), order.dst_pages.tobytes()
-        key = name, life, order.peer, order.path, order.tag, order.grant, pages
+        key = name, life, order.peer, order.path, order.tag, order.grant, pages, order.aux_row
         number = self._write_numbers.get(key)
         if number is None:
             number = self._write_numbers[key] = len(self.writes)

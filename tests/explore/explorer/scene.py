@@ -56,6 +56,7 @@ class Scene:
         revived: agents after whose restart another room is sent.
         paths: the path of each part.
         finished: the prefill engines call finish() after the last pages.
+        together: they pass the last pages in that call, so that an aux row goes in the tag of the last part.
     """
 
     rooms: int = 1
@@ -76,6 +77,7 @@ class Scene:
     revived: tuple[str, ...] = ()
     paths: Callable[..., str] = staged
     finished: bool = True
+    together: bool = False
 
     def start(self) -> Start:
         """Returns the world at rest with the remaining calls of its engines."""
@@ -143,7 +145,7 @@ class Scene:
 
     def _forwards(self, world: _World, room: int) -> list[Calls]:
         """Returns the calls of each prefill engine for a room."""
-        world.send(room, self.pages, groups=self.groups, states=self.states)
+        world.send(room, self.pages, groups=self.groups, states=self.states, together=self.together)
         found = [item for item in world.pool if item.kind == "engine"]
         world.pool = [item for item in world.pool if item.kind != "engine"]
         calls = slice(None) if self.finished else slice(-1)

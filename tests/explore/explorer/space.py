@@ -12,6 +12,7 @@ from tests.explore.explorer.lives import Lives
 from tests.explore.explorer.machines import arrived
 from tests.explore.explorer.witness import Witness
 from tests.support.protocol.invariants import Broken
+from tests.support.protocol.oracle import tag_of
 
 
 class Space(Lives):  # type: ignore[misc]
@@ -270,7 +271,7 @@ class Space(Lives):  # type: ignore[misc]
             self._over(state, number, dropped=False)
             if seen:
                 order = self.machines.writes[number].order
-                self._put(state, self._place("tag", self._at[order.peer], to), self._item(order.tag))
+                self._put(state, self._place("tag", self._at[order.peer], to), self._item(tag_of(order)))
         elif kind == "scatter":
             number = self.items[item]
             self._see(state, self.machines.see((("scattered", self.names[to], number),)))

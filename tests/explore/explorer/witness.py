@@ -38,6 +38,8 @@ class Witness(Oracle):  # type: ignore[misc]
             self.called(*what)
         elif kind == "ordered":
             self.ordered(what[0], writes[what[1]].order)
+        elif kind == "row stored":
+            self.row_stored(what[0], ev.StoreAux(what[1], what[2]))
         elif kind == "changed":
             self.changed(what[0], ev.StateChanged(what[1], what[2]))
         elif kind == "released":

@@ -96,7 +96,7 @@ class TestAux:
         made = ends(geometry())
         tag = Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0), checksum=4 if why == "checksum" else None).pack()
         if why == "large":
-            monkeypatch.setattr(bulk, "MAX_ROW_IN_TAG", made.writers[0].aux[0].shape[1] - 1)
+            monkeypatch.setattr(bulk, "MAX_ROW_BYTES", made.writers[0].aux[0].shape[1] - 1)
         flight = AuxPath().start(
             made.connection(made.geometry.shares()[0]),
             replace_struct(made.order(None, [1], [3], kind=PartKind.AUX), tag=tag),

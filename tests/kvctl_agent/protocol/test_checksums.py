@@ -23,6 +23,8 @@ WRONG = 0xBAD
 class WithChecksums(World):  # type: ignore[misc]
     """Writers send a checksum with every part; readers find it, or `WRONG` in the parts in `wrong`."""
 
+    checksums = True
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.wrong: set[tuple[PartKind, PartKey]] = set()
         self.checks: list[ev.Check] = []

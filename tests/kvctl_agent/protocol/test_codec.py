@@ -12,11 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import RemoteProtocolError
-from kvctl_agent.paths.bulk import MAX_ROW_IN_TAG
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.messages import PROTOCOL_VERSION
-from kvctl_agent.protocol.tag import CHECKSUM_BYTES, TAG_BYTES, PartKey, PartKind, Tag
+from kvctl_agent.protocol.tag import CHECKSUM_BYTES, MAX_ROW_BYTES, TAG_BYTES, PartKey, PartKind, Tag
 from kvctl_agent.transport.base import MAX_TAG_BYTES
 from tests.support.protocol.example_messages import EVERY, TAG, WHO
 
@@ -145,16 +144,15 @@ def test_a_tag_with_its_aux_row_survives_the_round_trip(tag: Tag) -> None:
 
 
 def test_a_tag_with_the_largest_row_can_be_sent_again() -> None:
-    tag = Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0), row=bytes(MAX_ROW_IN_TAG)).pack()
+    tag = Tag(PartKind.AUX, 1, 2, 3, 0, PartKey(0, 0, 0, 0), row=bytes(MAX_ROW_BYTES)).pack()
     assert len(tag) <= MAX_TAG_BYTES
     again = msg.PartReady(2, 3, [tag])
     assert codec.decode(codec.encode(1, [again])) == (1, [again], 0)
 
 
-@pytest.mark.parametrize("kind", [PartKind.KV, PartKind.STATE])
-def test_only_an_aux_row_comes_in_its_tag(kind: PartKind) -> None:
+def test_a_tag_of_a_state_carries_no_row() -> None:
     with pytest.raises(RemoteProtocolError, match="tag of unknown kind"):
-        Tag.unpack(Tag(kind, 1, 2, 3, 0, PartKey(0, 0, 0, 2), row=b"row").pack())
+        Tag.unpack(Tag(PartKind.STATE, 1, 2, 3, 0, PartKey(0, 0, 0, 2), row=b"row").pack())
 
 
 @given(st.one_of(st.binary(max_size=80), st.binary(min_size=TAG_BYTES, max_size=TAG_BYTES)))

@@ -251,7 +251,7 @@ queue, on_staging_request = Dispatch._queue, Grants.on_staging_request
 
 def queue_without_a_grant(dispatch: Any, transfer: Any, part: Any, path: str, *rest: Any) -> None:
     if path == STAGED:
-        part.grant, rest = None, rest[:-1]
+        part.grant, rest = None, (*rest[:3], None, *rest[4:])
     queue(dispatch, transfer, part, path, *rest)
 
 

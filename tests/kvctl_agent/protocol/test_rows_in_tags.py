@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import pytest
@@ -10,19 +11,19 @@ from msgspec.structs import replace
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag, with_row
-from tests.support.protocol.invariants import Broken
-from tests.support.protocol.oracle import Write
-from tests.support.protocol.simulation import AUX_ROW_BYTES, Item, World, direct, staged
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag, aux_key, with_row
+from tests.support.protocol.oracle import Write, row_of
+from tests.support.protocol.simulation import World, direct, staged
 
-ROW = bytes(range(AUX_ROW_BYTES))
+ROW = struct.pack("<II", 7, 1000)
 
 
 class WithRows(World):  # type: ignore[misc]
-    """Writers send aux rows in their tags, of which the first `lose` are lost. The oracle counts the stored rows."""
+    """Writers send all aux rows in tags; the first `lose` tags with a row are lost."""
 
     def __init__(self, *args: Any, lose: int = 0, **options: Any) -> None:
         self.lose = lose
+        self.told: list[bytes] = []
         super().__init__(*args, **options)
 
     def _begin(self, write: Write) -> None:
@@ -32,22 +33,16 @@ class WithRows(World):  # type: ignore[misc]
             return
         self._over(write, dropped=False)
         told = self.pool.pop()
-        self.pool.append(told._replace(what=replace(told.what, row=ROW)))
-        if self.lose:
+        row = row_of(replace(order, aux_row=1))
+        self.pool.append(told._replace(what=replace(told.what, row=row)))
+        self._tell(write, with_row(order.tag, row))
+
+    def _tell(self, write: Write, tag: bytes) -> None:
+        if self.lose and Tag.unpack(tag).row is not None:
             self.lose -= 1
         else:
-            self.pool.append(Item("tag", order.peer, write.writer, with_row(order.tag, ROW)))
-
-    def _act(self, name: str, action: ev.Action) -> None:
-        if isinstance(action, ev.StoreAux):
-            mine = [room for room in self.rooms.values() if room.reader == name]
-            (room,) = [room for room in mine if room.opening.aux_index == action.slot]
-            if room.released or action.row != ROW:
-                raise Broken(f"row {action.row.hex()} is stored for room {room.room}")
-            (key,) = self.plan_of(room).finals
-            if not room.cover(*key):
-                raise Broken(f"the row of room {room.room} is stored twice")
-        super()._act(name, action)
+            self.told.append(tag)
+            super()._tell(write, tag)
 
 
 def world_of(**options: Any) -> WithRows:
@@ -56,14 +51,30 @@ def world_of(**options: Any) -> WithRows:
     return world
 
 
+def arrived(world: World, kind: PartKind, row: bytes | None = None, serial: int = 0) -> None:
+    """Feeds the decode rank a tag of the only part of its kind, of room 7."""
+    key = aux_key(0) if kind is PartKind.AUX else PartKey(0, 0, 0, 2)
+    world.feed("decode-0", ev.Arrived(Tag(kind, world.d().local.incarnation, 7, 1000, serial, key, row=row), 1))
+
+
+def dropped(world: World, reason: str) -> float:
+    return world.d().telemetry.metrics.total("kvctl_tags_dropped_total", reason)
+
+
+ALONE, WITH_KV = PartKind.AUX, PartKind.KV
+
+
 @pytest.mark.parametrize("choose", [direct, staged])
 @pytest.mark.parametrize("lose", [0, 1, 2])
-def test_a_row_is_stored_once_before_its_room_succeeds_even_if_its_tag_is_lost(choose: Any, lose: int) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_a_row_is_stored_once_before_its_room_succeeds_even_if_its_tag_is_lost(
+    choose: Any, lose: int, together: bool
+) -> None:
     world = world_of(choose=choose, lose=lose)
     for reader in (0, 1):
         world.receive(7, 4, reader=reader, aux=3)
     world.flush()
-    world.send(7, 4)
+    world.send(7, 4, together=together)
     world.settle()
     assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
     assert [room.aux_written for room in world.rooms.values()] == [1, 1]
@@ -71,33 +82,65 @@ def test_a_row_is_stored_once_before_its_room_succeeds_even_if_its_tag_is_lost(c
     world.check_empty()
 
 
-def test_a_second_tag_stores_nothing() -> None:
+def test_the_last_part_takes_the_row_along() -> None:
+    world = world_of()
+    world.receive(7, 4, aux=3)
+    world.flush()
+    world.send(7, 4, together=True)
+    world.settle()
+    tags = [Tag.unpack(tag) for tag in world.told]
+    assert {tag.kind for tag in tags} == {PartKind.KV}
+    assert [tag.row for tag in tags if tag.key.writer == 0][-1] == ROW
+    assert sum(tag.row is not None for tag in tags) == 1
+
+
+@pytest.mark.parametrize("kind", [ALONE, WITH_KV])
+def test_a_second_tag_stores_nothing(kind: PartKind) -> None:
     world = world_of()
     room = world.receive(7, 4, aux=3)
     world.flush()
-    again = Tag(PartKind.AUX, world.d().local.incarnation, 7, 1000, 0, PartKey(0, 0, 0, 0), row=ROW)
     for _ in range(2):
-        world.feed("decode-0", ev.Arrived(again, 1))
+        arrived(world, kind, ROW)
     assert room.aux_written == 1
-    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "duplicate") == 1
+    assert dropped(world, "duplicate") == (1 if kind is ALONE else 2)
 
 
-def test_a_row_for_a_failed_room_is_not_stored() -> None:
+def test_a_row_is_taken_although_its_part_had_arrived_before() -> None:
+    """The part's tag was sent again, without the row, and overtook the first one."""
+    world = world_of()
+    room = world.receive(7, 4, aux=3)
+    world.flush()
+    arrived(world, WITH_KV)
+    assert room.aux_written == 0
+    arrived(world, WITH_KV, ROW)
+    assert room.aux_written == 1
+
+
+@pytest.mark.parametrize("kind", [ALONE, WITH_KV])
+def test_a_row_for_a_failed_room_is_not_stored(kind: PartKind) -> None:
     world = world_of()
     room = world.receive(7, 4, aux=3)
     world.flush()
     world.feed("decode-0", ev.AbortRoom(7, "enough"))
-    late = Tag(PartKind.AUX, world.d().local.incarnation, 7, 1000, 0, PartKey(0, 0, 0, 0), row=ROW)
-    world.feed("decode-0", ev.Arrived(late, 1))
+    arrived(world, kind, ROW)
     assert room.aux_written == 0
 
 
+def test_a_row_with_a_part_into_a_region_that_is_not_its_own_is_not_stored() -> None:
+    world = world_of(choose=staged)
+    room = world.receive(7, 4, aux=3)
+    world.flush()
+    arrived(world, WITH_KV, ROW, serial=99)
+    assert room.aux_written == 0
+    assert dropped(world, "stale-grant") == 1
+
+
+@pytest.mark.parametrize("kind", [ALONE, WITH_KV])
 @pytest.mark.parametrize("row", [ROW[1:], ROW + b"x"])
-def test_a_row_of_another_size_than_the_pool_s_is_malformed(row: bytes) -> None:
+def test_a_row_of_another_size_than_the_pool_s_is_malformed(row: bytes, kind: PartKind) -> None:
     world = world_of()
     room = world.receive(7, 4, aux=3)
     world.flush()
-    odd = Tag(PartKind.AUX, world.d().local.incarnation, 7, 1000, 0, PartKey(0, 0, 0, 0), row=row)
-    world.feed("decode-0", ev.Arrived(odd, 1))
+    arrived(world, kind, row)
     assert room.aux_written == 0
-    assert world.d().telemetry.metrics.total("kvctl_tags_dropped_total", "malformed") == 1
+    assert dropped(world, "malformed") == 1

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvctl_agent.protocol import events as ev
 
@@ -27,6 +28,7 @@ def forwards(
     declare: bool = True,
     told: int = 0,
     finish: ev.Finish,
+    together: bool = False,
     dice: random.Random | None = None,
 ) -> tuple[ev.Event, ...]:
     """Returns the calls for one room on one rank.
@@ -39,6 +41,7 @@ def forwards(
         declare: whether the groups are declared in advance.
         told: declared layers in a group, if the engine then uses other groups.
         finish: the last call.
+        together: whether this call has the last pages, if their forward is a plain one.
         dice: shuffles the groups of each forward.
     """
     sizes = [groups[min(number, len(groups) - 1)] if groups else 0 for number in range(len(sends))]
@@ -48,11 +51,15 @@ def forwards(
     if declare or not first:
         calls.append(ev.Prefetch(room, tiles(layers, told) if told else ()))
     for number, (count, size) in enumerate(zip(sends, sizes, strict=True), 1):
-        pages = np.arange(first_page, first_page + count, dtype=np.int32)
+        filled = np.arange(first_page, first_page + count, dtype=np.int32)
         first_page += count
         parts: list[Group | None] = [*tiles(layers, size)] if size else [None]
         if dice is not None:
             dice.shuffle(parts)
-        calls += [ev.SendPages(room, pages, number == len(sends), finish.at_ns, part) for part in parts]
+        calls += [ev.SendPages(room, filled, number == len(sends), finish.at_ns, part) for part in parts]
+    if together and not sizes[-1]:
+        pages = calls.pop()
+        assert isinstance(pages, ev.SendPages)
+        finish = replace(finish, pages=pages)
     calls.append(finish)
     return tuple(calls)

@@ -26,7 +26,7 @@ from kvctl_agent.layout.plan import (
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode.rooms import TablePages, mask
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag, aux_key
 
 PartId = tuple[PartKind, PartKey]
 
@@ -265,17 +265,26 @@ class ExpectedTransfer:
             if before & layers:
                 raise broken("is sent although some of its layers were sent before")
             self.sent[chunk] = before | layers
+        final = _final_of(order)
+        if final is None:
             return
-        if (order.kind, order.key) in self.finals:
+        if final in self.finals:
             raise broken("is sent twice")
         if not finished:
             raise broken("is sent before the engine has finished the room")
         if plan is not None and self.sent != plan.owed(writer):
             raise broken("is sent before all KV parts")
-        self.finals.add((order.kind, order.key))
+        self.finals.add(final)
 
-    def undo(self, kind: PartKind, key: PartKey) -> None:
+    def undo(self, order: ev.Transfer) -> None:
         """Records that an ordered part was dropped: it may be sent again."""
-        self.finals.discard((kind, key))
-        if kind is PartKind.KV and key.chunk in self.sent:
-            self.sent[key.chunk] &= ~mask(key.lo, key.hi)
+        self.finals.discard(_final_of(order))
+        if order.kind is PartKind.KV and order.key.chunk in self.sent:
+            self.sent[order.key.chunk] &= ~mask(order.key.lo, order.key.hi)
+
+
+def _final_of(order: ev.Transfer) -> PartId | None:
+    """Returns the final part that an order sends: itself, or the aux row in the tag of a KV part."""
+    if order.kind is not PartKind.KV:
+        return order.kind, order.key
+    return (PartKind.AUX, aux_key(order.key.writer)) if order.aux_row >= 0 else None

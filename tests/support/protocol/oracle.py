@@ -7,6 +7,7 @@ writes are in flight, what the bytes of each ring hold, and what each engine has
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from kvctl_agent.layout.parallel import LocalShard, ParallelConfig, local_shards
 from kvctl_agent.layout.plan_inputs import PlanInputs
 from kvctl_agent.layout.shape import ModelShape
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from kvctl_agent.protocol.tag import PartKey, PartKind, Tag, with_row
 from tests.support.protocol.invariants import Broken, ExpectedRoom, ExpectedTransfer, RoomPlan
 
 UNIT = 256  # bytes; resolution at which the contents of rings are tracked
@@ -59,6 +60,21 @@ class Write(NamedTuple):
     writer: str
     incarnation: int
     order: ev.Transfer
+
+
+_ROW = struct.Struct("<II")
+AUX_ROW_BYTES = _ROW.size
+
+
+def row_of(order: ev.Transfer) -> bytes | None:
+    """Returns the aux row that is sent with a KV part, which names the room; None if none is."""
+    return _ROW.pack(order.room, order.nonce) if order.aux_row >= 0 else None
+
+
+def tag_of(order: ev.Transfer) -> bytes:
+    """Returns the tag that a write carries, with the aux row that is sent with it."""
+    row = row_of(order)
+    return order.tag if row is None else with_row(order.tag, row)
 
 
 Cell = tuple[int, int, int, int]  # segment, layer, page (of a state: item), head in the reader's pool
@@ -148,6 +164,8 @@ class Oracle:
             self.sent_released.discard((name, event.room))
         elif isinstance(event, ev.Finish):
             self.finished.add((name, event.room))
+            if event.pages is not None:
+                self.called(name, event.pages)
         elif isinstance(event, ev.SendPages):
             lo, hi = event.layers or (0, sum(segment.layer_hi for segment in self.inputs.segments))
             places = [(layer, page) for layer in range(lo, hi) for page in event.pages.tolist()]
@@ -218,10 +236,9 @@ class Oracle:
 
     def undone(self, write: Write) -> None:
         """Records a queued part that was dropped: it may be ordered once more."""
-        order = write.order
-        key = self._transfer(write.writer, write.incarnation, order)
+        key = self._transfer(write.writer, write.incarnation, write.order)
         if key in self.transfers:
-            self.transfers[key].undo(order.kind, order.key)
+            self.transfers[key].undo(write.order)
 
     def recalled(self, name: str, number: int) -> None:
         """Checks that no write reads pages which an engine has recalled, and may reuse from now on."""
@@ -294,6 +311,15 @@ class Oracle:
         if planned.pages.tolist() != action.pages.tolist():
             raise Broken(f"{action.key} of room {action.room} is scattered into the pages of another part")
         self._store(room, write.order)
+
+    def row_stored(self, name: str, action: ev.StoreAux) -> None:
+        """Checks a row that came in a tag, and records it as written."""
+        room = self.rooms.get((name, *_ROW.unpack(action.row)))
+        if room is None or room.released or room.opening.aux_index != action.slot:
+            raise Broken(f"row {action.row.hex()} is stored in slot {action.slot} of {name}")
+        (key,) = (key for key in self.plan_of(room).finals if key[0] is PartKind.AUX)
+        if not room.cover(*key):
+            raise Broken(f"the row of room {room.room} is stored twice")
 
     def _store(self, room: ExpectedRoom, order: ev.Transfer) -> None:
         if not room.cover(order.kind, order.key):

@@ -112,6 +112,7 @@ def forward(world: World, dice: random.Random, room: int, pages: int, number: in
         groups = sizes(dice, world.shape.num_layers, len(split) + 1)
         shuffled = dice if dice.random() < 0.3 else None
         declared = dice.random() < 0.6
+        together = dice.random() < 0.5
         told = dice.randint(1, world.shape.num_layers) if dice.random() < 0.3 else 0
         world.send(
             room,
@@ -122,6 +123,7 @@ def forward(world: World, dice: random.Random, room: int, pages: int, number: in
             groups=groups,
             declare=declared,
             told=told,
+            together=together,
             dice=shuffled,
             **given,
         )

@@ -30,11 +30,19 @@ from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.protocol.forwards import forwards
 from tests.support.protocol.invariants import Broken, ExpectedRoom
 from tests.support.protocol.messages import MessageChecks
-from tests.support.protocol.oracle import PAGE_SIZE, UNIT, Instance, Oracle, Write, place_of
+from tests.support.protocol.oracle import (
+    AUX_ROW_BYTES,
+    PAGE_SIZE,
+    UNIT,
+    Instance,
+    Oracle,
+    Write,
+    place_of,
+    row_of,
+    tag_of,
+)
 
 __all__ = ["AUX_ROW_BYTES", "UNIT", "Instance", "World", "Write"]
-
-AUX_ROW_BYTES = 8
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -106,6 +114,8 @@ class World(Oracle):  # type: ignore[misc]
         choose: chooses the path of each part.
         state_slots: items of each state component in each decode rank's pool.
     """
+
+    checksums = False  # whether writers send a checksum with every part
 
     def __init__(
         self,
@@ -209,7 +219,7 @@ class World(Oracle):  # type: ignore[misc]
         told = self.make_telemetry(local.name, "prefill" if local.role == "prefill" else "decode")
         if local.role == "prefill":
             early_send = self.instances[place_of(local.name).instance].early_send
-            return PrefillMachine(local, self.timing, told, self.choose, direct, early_send)
+            return PrefillMachine(local, self.timing, told, self.choose, direct, early_send, self.checksums)
         return DecodeMachine(local, self.timing, told)
 
     def p(self, rank: int = 0, instance: int = 0) -> PrefillMachine:
@@ -307,6 +317,7 @@ class World(Oracle):  # type: ignore[misc]
         declare: bool = True,
         told: int = 0,
         states: Sequence[int] = (),
+        together: bool = False,
         dice: random.Random | None = None,
     ) -> None:
         """Adds the calls of the prefill engines for a room to the pool, where the scheduler picks them one by one.
@@ -314,7 +325,7 @@ class World(Oracle):  # type: ignore[misc]
         Args:
             split: pages of each forward but the last.
             states: number of items of each state component.
-            declare, told, groups, dice: see `forwards`.
+            declare, told, groups, together, dice: see `forwards`.
         """
         for rank in self.prefill_ranks(room, instance) if ranks is None else ranks:
             name = self.names_of(instance)[rank]
@@ -326,7 +337,8 @@ class World(Oracle):  # type: ignore[misc]
             finish = ev.Finish(room, aux, self.now_ns, self.compute_states(name, room, states))
             sends = [*split, pages - sum(split)]
             layers = self.machines[name].local.layers
-            calls = forwards(room, layers, base, sends, groups, declare=declare, told=told, finish=finish, dice=dice)
+            options = {"declare": declare, "told": told, "together": together, "dice": dice}
+            calls = forwards(room, layers, base, sends, groups, finish=finish, **options)
             self.pool.append(Item("engine", name, name, calls))
 
     def recall(
@@ -425,6 +437,8 @@ class World(Oracle):  # type: ignore[misc]
             self.messages.ordered(name, action, self.now_ns)
             write = Write(name, self.machines[name].local.incarnation, action)
             self.pool.append(Item("begin", name, name, write))
+        elif isinstance(action, ev.StoreAux):
+            self.row_stored(name, action)
         elif isinstance(action, ev.Scatter):
             self.pool.append(Item("scatter", name, name, action))
         elif isinstance(action, ev.StateChanged):
@@ -448,7 +462,8 @@ class World(Oracle):  # type: ignore[misc]
         order = write.order
         moments = {"ready": order.ready_ns, "queue": order.opened_ns, "wire": self.now_ns}
         checksum = None if dropped else Tag.unpack(order.tag).checksum
-        done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, dropped, checksum)
+        row = None if dropped else row_of(order)
+        done = ev.PartSent(order.peer, order.room, order.nonce, order.kind, order.key, moments, dropped, checksum, row)
         self.pool.append(Item("event", write.writer, write.writer, done))
 
     def _begin(self, write: Write) -> None:
@@ -463,7 +478,10 @@ class World(Oracle):  # type: ignore[misc]
         seen = self.landed(write)
         self._over(write, dropped=False)
         if seen:
-            self.pool.append(Item("tag", write.order.peer, write.writer, write.order.tag))
+            self._tell(write, tag_of(write.order))
+
+    def _tell(self, write: Write, tag: bytes) -> None:
+        self.pool.append(Item("tag", write.order.peer, write.writer, tag))
 
     def _scatter(self, name: str, action: ev.Scatter) -> None:
         self.scattered(name, action)
