@@ -169,5 +169,5 @@ class Witnesses:
 
 def _name(value: object) -> Hashable | None:
     if isinstance(value, ev.Transfer):
-        return value.peer, value.tag, value.path, value.grant, value.src_pages.tobytes()
+        return value.peer, value.tag, value.path, value.grant, value.src_pages.tobytes(), value.aux_row
     return None
