@@ -223,7 +223,7 @@ class _Playback(Feed):
         super().__init__(source, 0)
         self._playback = source
         self._asked: Question | None = None
-        self._watch = HealthWatch(muted=False)
+        self._watch = HealthWatch()
 
     @property
     def recorded(self) -> bool:
@@ -247,8 +247,8 @@ class _Playback(Feed):
 
     def _read(self, question: Question) -> None:
         survey = self._playback.survey(question.calls)
-        judged = self._watch(survey).judged if question.view == "health" else None
-        self._deliver(Reading(question, survey.at_ns, survey, judged=judged))
+        findings = self._watch(survey).findings if question.view == "health" else None
+        self._deliver(Reading(question, survey.at_ns, survey, findings=findings))
 
 
 @cache

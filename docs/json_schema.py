@@ -205,14 +205,8 @@ ADDED: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     "health": {"evidence": (dict[str, Any], "Measured values by name, with the unit in the name.")},
     "doctor": {
         "evidence": (dict[str, Any], "Measured values by name, with the unit in the name."),
-        "muted_ns": (NotRequired[int | None], "Remaining time for which the finding is muted."),
     },
     "hosts": {"health": (list[str], "Why its agents are odd.")},
-    "health_mutes": {
-        "code": (str, COMMON["code"]),
-        "subject": (str, 'Subject of the findings; "": all of the code.'),
-        "until_ns": (int, "Wall clock at which it ends."),
-    },
 }
 # Schemas that also have rows of agents that did not answer: the only fields of these.
 SILENT: Mapping[str, frozenset[str]] = {"status": frozenset({"name", "host", "health"})}

@@ -130,7 +130,7 @@ def command_pages() -> dict[str, str]:
     options = f"```\n{global_options_text(context)}\n```"
     checks = "Only `kvctl check` follows the monitoring-plugin guidelines: 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN."
     judged = [(f"{each}", str(code.value), f"{state.value} {state.name}") for each, code, state in FINDING_EXITS]
-    verdicts = table(("result", "`kvctl doctor`, `kvctl health`, `kvctl health detail`", "`kvctl check`"), judged)
+    verdicts = table(("result", "`kvctl doctor`, `kvctl health`", "`kvctl check`"), judged)
     about = "Exit codes of the commands that check the fleet; findings hidden by `--filter` count, too:"
     pages["commands.md"] = page(
         "Commands", listed, "## Global options", options, "## Exit codes", codes, checks, about, verdicts

@@ -39,7 +39,7 @@ class CheckState(IntEnum):
 
 
 FINDING_EXITS: tuple[tuple[str, ExitCode, CheckState], ...] = (
-    ("no finding, or only info; muted findings do not count", ExitCode.OK, CheckState.OK),
+    ("no finding, or only info; ignored findings do not count", ExitCode.OK, CheckState.OK),
     ("a warning", ExitCode.FAILED, CheckState.WARNING),
     ("a critical finding", ExitCode.FAILED, CheckState.CRITICAL),
     ("an agent that does not answer", ExitCode.FAILED, CheckState.CRITICAL),

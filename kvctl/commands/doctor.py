@@ -9,13 +9,13 @@ from typing import Any
 import click
 
 from kvctl.client.health_reads import DIAGNOSIS_CALLS
-from kvctl.commands.health_query import earlier, health_watch
+from kvctl.commands.health_query import earlier, ignore_option
 from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, source
 from kvctl.commands.settings import Settings
 from kvctl.exit_codes import ExitCode
-from kvctl.health.engine import HealthReading
+from kvctl.health.engine import HealthReading, HealthWatch, Ignored
 from kvctl.health.finding import Finding, Severity
 from kvctl.health.host.inspection import command_facts, explain_faults, inspect, local_agents
 from kvctl.health.host.view import HOST, Fact, HostView
@@ -98,7 +98,7 @@ def blocks(
     kept: Sequence[Row],
     width: int,
     examined: str,
-    muted: int = 0,
+    ignored: int = 0,
     complete: bool = True,
     hosts: Mapping[str, str] | None = None,
 ) -> list[Block]:
@@ -108,7 +108,7 @@ def blocks(
         kept: rows of DOCTOR to print.
         width: width of the terminal, in columns.
         examined: text that names the agents and hosts examined.
-        muted: number of muted findings.
+        ignored: number of findings that the user ignores.
         complete: whether all agents answered.
         hosts: hosts of all agents by name, to fold findings of one code.
     """
@@ -118,7 +118,7 @@ def blocks(
     head: Line = [
         headline(ranked, complete),
         (f"   {examined}", "dim"),
-        (f", {muted} muted" if muted else "", "yellow"),
+        (f", {ignored} ignored" if ignored else "", "yellow"),
     ]
     found: list[Block] = [Text([head])]
     found += [Text(paragraph(_without_summary(each), width, each["rank"])) for each in problems]
@@ -153,8 +153,9 @@ def _without_summary(each: Row) -> Row:
     ],
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@ignore_option
 @click.option("--host-only", is_flag=True, help="Only this host; contacts no agent.")
-def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> None:
+def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, ignored: Sequence[Ignored]) -> None:
     """Ranked findings with evidence, likely cause and next command, and checks of this host.
 
     Reads the fleet twice, a second apart, asks agents that do not answer in time once more, and checks this host:
@@ -191,7 +192,7 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool) -> Non
         report = _report(None, host, command=about)
         output.emit(report)
         raise click.exceptions.Exit(ExitCode.FAILED if report.wrong else ExitCode.OK)
-    query = health_watch(settings, earlier(settings))
+    query = HealthWatch(earlier(settings), ignored)
     with source(settings) as fleet:
         survey = fleet.survey(DIAGNOSIS_CALLS)
         reading = query(survey)
@@ -221,7 +222,7 @@ def _report(reading: HealthReading | None, host: HostView | None, command: Seque
             blocks=lambda kept, width: blocks(kept, width, "this host only"),
             wrong=any(map(is_problem, found)),
         )
-    snapshot, muted = reading.snapshot, len(reading.judged.muted)
+    snapshot, ignored = reading.snapshot, len(reading.ignored)
     agents = len(snapshot.answered)
     hosts = len({agent.answer.host for agent in snapshot.answered.values()})
     where = f" on {hosts} hosts" if hosts > 1 else ""
@@ -229,13 +230,12 @@ def _report(reading: HealthReading | None, host: HostView | None, command: Seque
     if not agents and host is not None:
         examined = "this host only: no agent answered"
     complete = bool(agents) and not snapshot.faults
-    found = rows(reading.judged.raised, explain_faults(snapshot.survey, host), facts)
+    found = rows(reading.findings, explain_faults(snapshot.survey, host), facts)
     return Report(
         DOCTOR,
         found,
         agents,
         snapshot.faults,
-        blocks=lambda kept, width: blocks(kept, width, examined, muted, complete, snapshot.survey.hosts),
+        blocks=lambda kept, width: blocks(kept, width, examined, ignored, complete, snapshot.survey.hosts),
         wrong=any(map(is_problem, found)),
-        notes=list(reading.remarks),
     )

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import click
+from click.shell_completion import CompletionItem
+
 from kvctl.client.calls import Call
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Survey
@@ -14,20 +17,54 @@ from kvctl.client.health_reads import DIAGNOSIS_CALLS
 from kvctl.commands.queries import source
 from kvctl.commands.settings import Settings
 from kvctl.health.answers import text
-from kvctl.health.engine import HealthReading, HealthWatch
+from kvctl.health.codes import CODES, CODES_BY_NAME
+from kvctl.health.engine import HealthReading, Ignored, codes_of_agents
+from kvctl.health.finding import Code
 from kvctl.health.snapshot import Snapshot
 from kvctl.render.groups import placed
+from kvctl_agent.contract.values import near
 
 PAUSE_S = 1.0
 """Time between two readings: long enough for a slow lane to make progress, short enough to wait for."""
 METRICS_PAUSE_S = 5.0
 """The same for engines without an agent, whose queues and counters tell of rooms only in sums."""
 _FIRST_TIMEOUT_NS = 1_000_000_000
+_PREFIX = "KV_"
 
 
-def health_watch(settings: Settings, before: Snapshot | None = None) -> HealthWatch:
-    """Returns what examines the surveys of a command: mutes apply to live fleets, everything in a file is shown."""
-    return HealthWatch(before, muted=settings.from_file is None)
+def code_of(text: str) -> Code:
+    """Returns the health code that the user typed, in upper or lower case, with or without KV_.
+
+    Raises:
+        click.UsageError: there is no such code.
+    """
+    name = text.upper()
+    for each in (name, _PREFIX + name.removeprefix(_PREFIX)):
+        if each in CODES_BY_NAME:
+            return CODES_BY_NAME[each]
+    hint = near(each, CODES_BY_NAME)
+    raise click.UsageError(f"there is no code {text}{hint or '; kvctl health codes lists them'}")
+
+
+def complete_code(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    return [CompletionItem(each.name, help=each.sees) for each in CODES if each.name.startswith(incomplete.upper())]
+
+
+def _ignored(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> list[Ignored]:
+    return [
+        Ignored(code_of(code).name, subject.strip()) for code, _, subject in (value.partition(":") for value in values)
+    ]
+
+
+ignore_option = click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    metavar="CODE[:SUBJECT]",
+    callback=_ignored,
+    shell_complete=complete_code,
+    help="Ignore a health code, or one subject or agent of it. Repeatable.",
+)
 
 
 def earlier(settings: Settings, calls: Sequence[Call] = DIAGNOSIS_CALLS) -> Snapshot | None:
@@ -86,7 +123,7 @@ class AgentRows:
 
 def agent_rows(survey: Survey, reading: HealthReading) -> AgentRows:
     """Returns a row for each agent of a survey of `HEALTH_CALLS`."""
-    codes, reasons = reading.judged.codes_of_agents(), {fault.agent: fault.message for fault in survey.faults}
+    codes, reasons = codes_of_agents(reading.findings), {fault.agent: fault.message for fault in survey.faults}
     rows: list[dict[str, Any]] = [
         {**data, "host": agent.host, "health": codes.get(agent.name, ["incomplete"] if agent.name in reasons else [])}
         for agent, data in survey.answers("status")

@@ -6,10 +6,11 @@ import click
 
 from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import HEALTH_CALLS
-from kvctl.commands.health_query import agent_rows, health_watch
+from kvctl.commands.health_query import agent_rows
 from kvctl.commands.options import KvctlGroup, completed_by
 from kvctl.commands.queries import run
 from kvctl.commands.settings import Settings
+from kvctl.health.engine import HealthWatch
 from kvctl.render.hosts import HOSTS, host_rows, host_screen
 from kvctl.render.report import Report
 from kvctl.render.status import STATUS
@@ -38,13 +39,13 @@ def ls(settings: Settings) -> None:
     The clock of a host is compared with the one of this machine; of all its agents, the measurement with the smallest
     error counts. A host of which no agent answers is one line.
     """
-    health = health_watch(settings)
+    health = HealthWatch()
 
     def read(survey: Survey) -> Report:
         reading = health(survey)
         found = agent_rows(survey, reading)
         rows = host_rows(found.rows, survey)
-        return Report(HOSTS, rows, found.answered, found.faults, notes=[*found.notes, *reading.remarks])
+        return Report(HOSTS, rows, found.answered, found.faults, notes=found.notes)
 
     run(settings, HOSTS, HEALTH_CALLS, read, clock_rounds=_CLOCK_ROUNDS)
 
@@ -57,7 +58,7 @@ def ls(settings: Settings) -> None:
 @click.argument("host", shell_complete=completed_by("hosts"))
 def show(settings: Settings, host: str) -> None:
     """One host and its agents, with the columns of kvctl status."""
-    health = health_watch(settings)
+    health = HealthWatch()
 
     def read(survey: Survey) -> Report:
         reading = health(survey)
@@ -69,7 +70,6 @@ def show(settings: Settings, host: str) -> None:
             rows,
             sum("rank" in row for row in rows),
             [fault for fault in found.faults if fault.agent in names],
-            notes=list(reading.remarks),
         )
         if rows:
             (about,) = host_rows(rows, survey)

@@ -31,7 +31,7 @@ READING = (
     "status", "hosts ls", "hosts show", "agents", "rooms ls", "rooms show", "rooms failed", "rooms history",
     "rooms slow", "staging show", "staging map", "nics", "layers", "peers show", "peers matrix", "peers diff",
     "peers cost", "metrics show", "metrics schema", "events", "bootstrap", "stacks", "doctor", "health show",
-    "health detail", "health explain", "health codes", "health mutes", "config show", "config explain", "version",
+    "health explain", "health codes", "config show", "config explain", "version",
 )  # fmt: skip
 # Parameters that remove something, or are about something else than the fleet, by command: an assistant must not reach
 # any server that it names. No tool has a parameter that names a file.

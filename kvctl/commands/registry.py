@@ -25,7 +25,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Diagnose": {
         "doctor": "Ranked findings with the next command; host checks.",
-        "health": "Findings, most severe first; health codes and mutes.",
+        "health": "Findings, most severe first; health codes.",
         "logs": "Known failures in the logs of engines, with their causes.",
         "check": "One line and exit status 0 to 3, for monitoring.",
         "mcp": "Serve the commands that only read to an assistant.",

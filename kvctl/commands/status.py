@@ -10,7 +10,7 @@ import click
 from kvctl.client.calls import Call
 from kvctl.client.fleet import Survey
 from kvctl.client.health_reads import HEALTH_CALLS
-from kvctl.commands.health_query import agent_rows, health_watch
+from kvctl.commands.health_query import agent_rows
 from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import follow, run
@@ -57,7 +57,7 @@ def status(settings: Settings, by: str | None) -> None:
     none.
     """
     if settings.watch_ns is None:
-        health = health_watch(settings)
+        health = HealthWatch()
         run(settings, STATUS, HEALTH_CALLS, lambda survey: _read(survey, health, by))
     Output(settings).selection(STATUS_LINES)
     stream = _Stream(settings)
@@ -66,7 +66,6 @@ def status(settings: Settings, by: str | None) -> None:
 
 def _read(survey: Survey, health: HealthWatch, by: str | None) -> Report:
     look = health(survey)
-    raised, muted = look.judged.raised, len(look.judged.muted)
     found = agent_rows(survey, look)
     return Report(
         STATUS,
@@ -74,9 +73,9 @@ def _read(survey: Survey, health: HealthWatch, by: str | None) -> Report:
         found.answered,
         found.faults,
         blocks=lambda kept, width: screen(
-            kept, len(found.faults), in_short(raised, muted, not survey.faults), _table(kept, by)
+            kept, len(found.faults), in_short(look.findings, not survey.faults), _table(kept, by)
         ),
-        notes=[*found.notes, *look.remarks],
+        notes=found.notes,
     )
 
 
@@ -95,7 +94,7 @@ class _Stream:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._health = health_watch(settings)
+        self._health = HealthWatch()
         self._previous: tuple[FleetSummary, int] | None = None
         self._health_every_ns = 0 if settings.from_file else _HEALTH_EVERY_NS
         self._health_read_ns: int | None = None
@@ -118,6 +117,6 @@ class _Stream:
             change = rates(before, summary, survey.tick_ns - at_ns)
         self._previous = (summary, survey.tick_ns)
         if self._reads_health:
-            found = sum(each.severity > Severity.INFO for each in self._health(survey).judged.raised)
+            found = sum(each.severity > Severity.INFO for each in self._health(survey).findings)
             self._problems = None if survey.faults and not found else found
         output.stream(STATUS_LINES, [status_line(summary, change, survey.at_ns, self._problems)])

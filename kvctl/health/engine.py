@@ -1,16 +1,16 @@
-"""Runs health codes on snapshots, orders their findings, and applies the user's mutes."""
+"""Runs health codes on snapshots, and orders their findings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvctl.client.fleet import Survey
 from kvctl.client.names import natural_key
 from kvctl.health.codes import CODES
 from kvctl.health.codes.advice import adapted
 from kvctl.health.finding import Code, Finding, Severity
-from kvctl.health.mutes import Judged, judge, load_or_warn
 from kvctl.health.snapshot import Snapshot
 
 
@@ -43,13 +43,23 @@ def _find(code: Code, snapshot: Snapshot) -> list[Finding]:
         ]
 
 
+class Ignored(NamedTuple):
+    """Findings that the user ignores: those of a code, or of one subject or agent of it if `subject` is not ""."""
+
+    code: str
+    subject: str = ""
+
+    def covers(self, finding: Finding) -> bool:
+        return finding.code == self.code and self.subject in {"", finding.subject, *finding.agents}
+
+
 @dataclass(frozen=True, slots=True)
 class HealthReading:
-    """Result of one reading: the snapshot, its findings with muted ones separate, and remarks for the user."""
+    """Result of one reading: the snapshot, its findings, and those that the user ignores."""
 
     snapshot: Snapshot
-    judged: Judged
-    remarks: Sequence[str]
+    findings: Sequence[Finding]
+    ignored: Sequence[Finding] = ()
 
 
 class HealthWatch:
@@ -59,16 +69,26 @@ class HealthWatch:
 
     Args:
         before: snapshot to compare the first survey with.
-        muted: whether the user's mutes apply.
+        ignored: findings that the user ignores.
     """
 
-    def __init__(self, before: Snapshot | None = None, *, muted: bool = True) -> None:
+    def __init__(self, before: Snapshot | None = None, ignored: Collection[Ignored] = ()) -> None:
         self._before = before
-        self._muted = muted
+        self._ignored = ignored
 
     def __call__(self, survey: Survey) -> HealthReading:
         before = self._before if self._before is not None and self._before.taken_ns < survey.tick_ns else None
         snapshot = Snapshot(survey, survey.tick_ns, before)
         self._before = Snapshot(survey, survey.tick_ns)  # without its predecessor, so that the chain can be freed
-        mutes, remarks = load_or_warn() if self._muted else ([], [])
-        return HealthReading(snapshot, judge(examine(snapshot, CODES), mutes, survey.at_ns), remarks)
+        found = examine(snapshot, CODES)
+        ignored = [finding for finding in found if any(each.covers(finding) for each in self._ignored)]
+        return HealthReading(snapshot, [finding for finding in found if finding not in ignored], ignored)
+
+
+def codes_of_agents(findings: Iterable[Finding]) -> dict[str, list[str]]:
+    """Returns the codes of warnings and critical findings by agent, in the order of the findings."""
+    found: dict[str, dict[str, None]] = {}
+    for finding in findings:
+        for name in finding.agents if finding.severity > Severity.INFO else ():
+            found.setdefault(name, {})[finding.code] = None
+    return {name: list(codes) for name, codes in found.items()}

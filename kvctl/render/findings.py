@@ -41,19 +41,13 @@ HEALTH = View(
         Column("agents", Kind.LIST, Width.WIDE),
         Column("evidence", Kind.MAP, Width.WIDE, path=lambda row: row["evidence"]),
         Column("remedy", Kind.SENTENCE, Width.WIDE),
-        Column("muted", Kind.DURATION, Width.WIDE, "Remaining time for which the finding is muted."),
     ),
     empty="nothing found",
 )
 
 
-def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
-    """Returns the row of HEALTH for one finding.
-
-    Args:
-        finding: the finding.
-        muted_ns: remaining time of its mute; None if it is not muted.
-    """
+def row(finding: Finding) -> dict[str, Any]:
+    """Returns the row of HEALTH for one finding."""
     return {
         "severity": finding.severity.label,
         "code": finding.code,
@@ -63,7 +57,6 @@ def row(finding: Finding, muted_ns: int | None = None) -> dict[str, Any]:
         "cause": finding.cause,
         "remedy": finding.remedy,
         "evidence": dict(finding.evidence),
-        "muted_ns": muted_ns,
     }
 
 
@@ -76,9 +69,9 @@ def folded(rows: Iterable[Row], hosts: Mapping[str, str]) -> list[Row]:
         rows: rows of HEALTH or DOCTOR.
         hosts: hosts of all agents, by name.
     """
-    alike: dict[tuple[str, str, bool], list[Row]] = {}
+    alike: dict[tuple[str, str], list[Row]] = {}
     for each in rows:
-        alike.setdefault((each["severity"], each["code"], each["muted_ns"] is not None), []).append(each)
+        alike.setdefault((each["severity"], each["code"]), []).append(each)
     found: list[Row] = []
     for same in alike.values():
         found += [_merged(same, hosts)] if len(same) >= _MIN_FOLDED and all(each["agents"] for each in same) else same
@@ -113,7 +106,7 @@ def _merged(same: Sequence[Row], hosts: Mapping[str, str]) -> Row:
 
 
 def overview(
-    rows: Sequence[Row], agents: int, silent: int, codes: int, muted: int, hosts: Mapping[str, str] | None = None
+    rows: Sequence[Row], agents: int, silent: int, codes: int, ignored: int, hosts: Mapping[str, str] | None = None
 ) -> list[Block]:
     """Formats the headline and a table of the findings.
 
@@ -123,16 +116,16 @@ def overview(
         agents: number of agents examined.
         silent: number of agents that did not answer, or not everything.
         codes: number of health codes examined.
-        muted: number of muted findings.
+        ignored: number of findings that the user ignores.
     """
     head = [headline(rows, not silent), (f"   {counted(agents, 'agent')}, {counted(codes, 'code')} examined", "dim")]
     if silent:
         head.append((f", {silent} not answering", "bold red"))
-    if muted:
-        head.append((f", {muted} muted", "yellow"))
+    if ignored:
+        head.append((f", {ignored} ignored", "yellow"))
     if not rows:
         return [Text([head])]
-    hint = "kvctl health detail shows evidence and remedies, kvctl doctor the next command"
+    hint = "kvctl doctor shows evidence, remedies and the next command"
     return [Text([head]), Grid(HEALTH, folded(rows, hosts or {})), Text([[(hint, "dim")]])]
 
 
@@ -154,7 +147,7 @@ def headline(rows: Iterable[Row], complete: bool) -> Span:
     return (f"{palette.VERDICT_GLYPHS[worst]} {', '.join(parts) or 'healthy'}", palette.VERDICTS[worst])
 
 
-def in_short(findings: Sequence[Finding], muted: int, complete: bool) -> list[Span]:
+def in_short(findings: Sequence[Finding], complete: bool) -> list[Span]:
     """Formats the first two codes of problems and the number of further problems, for a line with other information."""
     bad = [each for each in findings if each.severity > Severity.INFO]
     spans: list[Span] = []
@@ -172,14 +165,7 @@ def in_short(findings: Sequence[Finding], muted: int, complete: bool) -> list[Sp
     more = sum(map(len, list(alike.values())[_MAX_IN_SHORT:]))
     if more:
         spans.append((f"and {more} more (kvctl health)  ", ""))
-    if muted:
-        spans.append((f"  {muted} muted", "dim"))
     return spans
-
-
-def paragraphs(rows: Iterable[Row], width: int) -> list[Block]:
-    """Formats each finding in full: description, duration, evidence, cause and remedy."""
-    return [Text(paragraph(each, width)) for each in rows]
 
 
 def paragraph(row: Row, width: int, number: int | None = None) -> list[Line]:
@@ -193,8 +179,6 @@ def paragraph(row: Row, width: int, number: int | None = None) -> list[Line]:
     ]
     if row["since_ns"] is not None:
         title.append((f"  for {units.duration(row['since_ns'])}", "dim"))
-    if row["muted_ns"] is not None:
-        title.append((f"  muted for {units.duration(row['muted_ns'])} more", "yellow"))
     return [
         title,
         *labelled("evidence", ", ".join(figures(row["evidence"])), width),

@@ -143,9 +143,9 @@ class TopApp(App[None]):
         """
         store, position = self.store, self.store.position
         if position is None:
-            return store.judged is not None and bool(store.trends.finished)
+            return store.findings is not None and bool(store.trends.finished)
         at_end = position.index == position.count - 1
-        return at_end and store.judged is not None and store.judged_at_ns == store.now_ns
+        return at_end and store.findings is not None and store.examined_at_ns == store.now_ns
 
     @property
     def panel_name(self) -> str:

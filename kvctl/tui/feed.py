@@ -20,7 +20,7 @@ from kvctl.client.fleet import Source, Survey
 from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.errors import CliError
 from kvctl.health.engine import HealthWatch
-from kvctl.health.mutes import Judged
+from kvctl.health.finding import Finding
 
 # The health codes need much more data than any view. The pause after a reading for them is this many times the CPU time
 # of the reading, so that they use at most a hundredth of a core and the agents' answers little more, but at most half a
@@ -60,7 +60,7 @@ class Reading:
     Attributes:
         at_ns: wall-clock time of the reading; for a recording, the recorded time.
         survey: the answers; None if the source could not be read, and `problem` is the reason.
-        judged: findings of the health codes; None unless this is a reading for the health codes.
+        findings: findings of the health codes; None unless this is a reading for the health codes.
         position: position in the recording; None for a live fleet.
     """
 
@@ -68,7 +68,7 @@ class Reading:
     at_ns: int
     survey: Survey | None
     problem: str = ""
-    judged: Judged | None = None
+    findings: Sequence[Finding] | None = None
     position: RecordingPosition | None = None
 
 
@@ -225,8 +225,8 @@ class Feed:
         try:
             survey = self._source.survey(question.calls, question.clock_rounds)
             self._endpoints = {agent.name: agent.endpoint for agent in survey.agents}
-            judged = self._health(survey).judged if question is _HEALTH else None
-            reading = Reading(question, survey.at_ns, survey, judged=judged, position=self._position())
+            findings = self._health(survey).findings if question is _HEALTH else None
+            reading = Reading(question, survey.at_ns, survey, findings=findings, position=self._position())
         except (CliError, OSError) as error:
             reading = Reading(question, time.time_ns(), None, str(error))
         if question is _HEALTH:

@@ -46,8 +46,8 @@ def top(store: Store, mode: Mode) -> Ends:
         spans.append((f"{silent} silent  ", "bold red"))
     if ended := sum(agent.ended_ns is not None for agent in store.agents.values()):
         spans.append((f"{ended} ended  ", "yellow"))
-    if store.judged is not None and store.answering:
-        spans.append(findings.headline([findings.row(each) for each in store.judged.raised], store.complete))
+    if store.findings is not None and store.answering:
+        spans.append(findings.headline([findings.row(each) for each in store.findings], store.complete))
     at = units.clock_seconds(store.now_ns) if store.now_ns else "--:--:--"
     readonly = "read-only  " if mode.readonly and not mode.source else ""
     return spans, [(readonly, "dim"), (at, "bold")]

@@ -16,7 +16,8 @@ from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.client.names import replaced_by
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
-from kvctl.health.mutes import Judged
+from kvctl.health.engine import codes_of_agents
+from kvctl.health.finding import Finding
 from kvctl.render.rooms import failed_rows, finished_rows
 from kvctl.render.status import FleetSummary, rates, runs, summarise
 from kvctl.render.view import Row
@@ -113,8 +114,8 @@ class Store:
         summary: totals of the agents that answered the last survey.
         never_heard: faults in the last survey of agents that have never answered.
         position: position in the recording; None for a live fleet.
-        judged: raised and muted findings of the health codes; None before the first reading for them.
-        judged_at_ns: wall-clock time of those findings.
+        findings: findings of the health codes; None before the first reading for them.
+        examined_at_ns: wall-clock time of those findings.
         subject: subject of the last question with a subject, such as a room number.
         events_missed: number of events that are not shown, because more occurred between two readings than one answer
             can contain.
@@ -129,8 +130,8 @@ class Store:
         self.survey: Survey | None = None
         self.summary = summarise(())
         self.never_heard: Sequence[Fault] = ()
-        self.judged: Judged | None = None
-        self.judged_at_ns = 0
+        self.findings: Sequence[Finding] | None = None
+        self.examined_at_ns = 0
         self.events_missed = 0
         self.subject = ""
         self._events: deque[Row] = deque(maxlen=_MAX_EVENTS)
@@ -149,11 +150,11 @@ class Store:
                 agent.trouble = reading.problem
             return
         self.subject = reading.question.subject or self.subject
-        self._update_agents(reading.survey, for_health=reading.judged is not None)
+        self._update_agents(reading.survey, for_health=reading.findings is not None)
         statuses = [data for _, data in reading.survey.answers(_STATUS) if runs(data)]
         self.summary = summarise(statuses)
-        if reading.judged is not None:
-            self.judged, self.judged_at_ns = reading.judged, self.now_ns
+        if reading.findings is not None:
+            self.findings, self.examined_at_ns = reading.findings, self.now_ns
         else:
             self.trends.add(self.summary, statuses, reading.survey.tick_ns)
         for answer, data in reading.survey.answers("events"):
@@ -169,7 +170,7 @@ class Store:
 
     def statuses(self) -> list[Row]:
         """Returns all answers to `status` with a field `health` added: health codes about the agent, worst first."""
-        codes = self.judged.codes_of_agents() if self.judged else {}
+        codes = codes_of_agents(self.findings or ())
         return [{**row, "health": codes.get(row["name"], [])} for row in self.rows("status")]
 
     def stale_ns(self, agent: str) -> int | None:
@@ -277,5 +278,5 @@ class Store:
         self._events.clear()
         self._next_event.clear()
         self.events_missed = 0
-        self.judged = None
+        self.findings = None
         self.agents.clear()

@@ -165,18 +165,16 @@ class OverviewPanel(Panel):
 
     def _health(self, store: Store) -> None:
         table = self.query_one("#overview-health", Table)
-        judged = store.judged
-        rows = [findings.row(finding) for finding in judged.raised] if judged else []
+        rows = [findings.row(finding) for finding in store.findings or ()]
         empty: Line
         if store.survey is not None and not store.answering:
             rows, empty = [], [no_agents(store)]
         else:
-            empty = [("examining …", "dim")] if judged is None else [findings.headline(rows, store.complete)]
-        notes = [f"{len(judged.muted)} muted"] if judged and judged.muted else []
-        age_s = (store.now_ns - store.judged_at_ns) // 1_000_000_000
-        if judged is not None and store.answering and age_s > 1:
-            notes.append(f"as of {units.duration(age_s * 1_000_000_000)} ago")
-        show(table, HEALTH_TABLE, rows, store, TableQuery(), ", ".join(notes), empty)
+            empty = [("examining …", "dim")] if store.findings is None else [findings.headline(rows, store.complete)]
+        age_ns = (store.now_ns - store.examined_at_ns) // _SECOND_NS * _SECOND_NS
+        old = store.findings is not None and store.answering and age_ns > _SECOND_NS
+        note = f"as of {units.duration(age_ns)} ago" if old else ""
+        show(table, HEALTH_TABLE, rows, store, TableQuery(), note, empty)
         table.fit_height()
         finding = table.row
         tall = self._height >= _TALL

@@ -67,7 +67,7 @@ def toy_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvctl.health.engine.CODES", CODES)
     monkeypatch.setattr("kvctl.commands.health_query.PAUSE_S", 0.0)
     monkeypatch.setattr("kvctl.commands.health.CODES", CODES)
-    monkeypatch.setattr("kvctl.commands.health.CODES_BY_NAME", by_name)
+    monkeypatch.setattr("kvctl.commands.health_query.CODES_BY_NAME", by_name)
     monkeypatch.setattr("kvctl.health.check.CODES_BY_NAME", by_name)
 
 

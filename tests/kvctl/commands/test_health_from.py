@@ -1,4 +1,4 @@
-"""Health of a fleet that a file remembers: this host and what is muted here have no part in it."""
+"""Health of a fleet that a file remembers: this host has no part in it."""
 
 from __future__ import annotations
 

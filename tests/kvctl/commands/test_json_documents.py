@@ -23,8 +23,8 @@ status; status -e nobody; status -w 1 --from {file}
 hosts; agents; agents --prune; rooms; rooms history; rooms slow; rooms failed; rooms show {room}
 staging; staging map; layers; peers; peers matrix; peers cost; peers diff prefill-0 decode-0
 peers probe --busy prefill-0 decode-0; peers forget nobody -y; nics; bootstrap; metrics; metrics schema; events
-config; config show --origin; config explain checksum; config set waiting_timeout_s 200 -y; health; health detail
-health codes; health explain KV_PEER_LOST; health mute KV_PEER_LOST 2h --reason test; health mutes; doctor; check
+config; config show --origin; config explain checksum; config set waiting_timeout_s 200 -y; health
+health codes; health explain KV_PEER_LOST; doctor; check
 version; stacks; record {file}
 drain prefill-0 -y; status; agents; check ready; doctor; resume prefill-0 -y; rooms abort {room} -y; rooms failed
 rooms failed --by cause

@@ -93,5 +93,5 @@ def test_the_short_form_counts_findings_by_code() -> None:
         finding("prefill-0", code="KV_RING_FULL"),
         finding("x", code="KV_FDS_LOW"),
     ]
-    text = "".join(text for text, _ in in_short(found, 0, True))
+    text = "".join(text for text, _ in in_short(found, True))
     assert text.split("  ")[:3] == ["! KV_LANE_SLOW (20)", "! KV_RING_FULL prefill-0", "and 1 more (kvctl health)"]

@@ -16,7 +16,6 @@ from kvctl.client.endpoints import Discovery, Endpoint
 from kvctl.client.faults import timed_out
 from kvctl.client.fleet import AgentAnswer, Survey
 from kvctl.health.finding import Finding, Severity
-from kvctl.health.mutes import Judged
 from kvctl.tui.app import TopApp
 from kvctl.tui.feed import Question, Reading, RecordingPosition
 from kvctl.tui.frame import Mode
@@ -406,22 +405,22 @@ def build() -> Build:
         view: str = "overview",
         recorded: bool = False,
         readonly: bool = False,
-        judged: Judged | None = None,
+        findings: Sequence[Finding] = (),
     ) -> TopApp:
         nobody = "no agent found in /run/kvctl. Start some here: kvctl demo"
         mode = Mode(source="fleet.kvrec" if recorded else "", no_agents=lambda survey: nobody, readonly=readonly)
         app = TopApp(StillFeed(specimen, recorded), mode, view, clock=lambda: 0)
-        app.store.judged = judged or Judged((), ())
-        app.store.judged_at_ns = NOW + 1000 * S
+        app.store.findings = findings
+        app.store.examined_at_ns = NOW + 1000 * S
         return app
 
     return make
 
 
 @pytest.fixture
-def ill() -> Judged:
+def ill() -> Sequence[Finding]:
     """Two findings."""
-    return Judged(FINDINGS, ())
+    return FINDINGS
 
 
 @pytest.fixture

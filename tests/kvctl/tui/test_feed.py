@@ -230,5 +230,5 @@ def test_a_recording_cannot_be_told_anything(run: Any) -> None:
 def test_findings_come_with_the_health_readings(run: Any) -> None:
     started = run(FakeSource())
     started.feed.ask(ROOMS)
-    assert started.next("health").judged is not None
-    assert started.next("rooms").judged is None
+    assert started.next("health").findings is not None
+    assert started.next("rooms").findings is None

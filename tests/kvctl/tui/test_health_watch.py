@@ -1,4 +1,4 @@
-"""Findings in the TUI: compared with one earlier snapshot, without muted ones."""
+"""Findings in the TUI: compared with one earlier snapshot, without ignored ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 
 from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.health import engine
-from kvctl.health.engine import HealthWatch
+from kvctl.health.engine import HealthWatch, Ignored
 from kvctl.health.finding import Finding, Severity
-from kvctl.health.mutes import Mute
 from kvctl.health.snapshot import Snapshot
 
 
@@ -18,7 +17,7 @@ from kvctl.health.snapshot import Snapshot
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
     """The snapshots examined; each examination returns the same finding."""
     seen: list[Snapshot] = []
-    finding = Finding("KV_IDLE", Severity.WARNING, "fleet", (), "nobody sends", "look")
+    finding = Finding("KV_IDLE", Severity.WARNING, "fleet", ("decode-0",), "nobody sends", "look")
 
     def examine(snapshot: Snapshot, codes: Any) -> list[Finding]:
         seen.append(snapshot)
@@ -44,14 +43,23 @@ def test_a_survey_from_earlier_is_compared_with_none(specimen: Any, seen: list[S
     assert seen[1].before is None
 
 
-def test_what_is_muted_is_not_raised(specimen: Any, seen: list[Snapshot], monkeypatch: pytest.MonkeyPatch) -> None:
-    survey = specimen.survey((), 0)
-    mute = Mute("KV_IDLE", "", survey.at_ns, survey.at_ns + 1, "", None)
-    monkeypatch.setattr(engine, "load_or_warn", lambda: ([mute], []))
-    judged = HealthWatch()(survey).judged
-    assert (len(judged.raised), len(judged.muted)) == (0, 1)
+@pytest.mark.parametrize(
+    ("code", "subject", "count"),
+    [
+        ("KV_IDLE", "", 1),
+        ("KV_IDLE", "fleet", 1),
+        ("KV_IDLE", "decode-0", 1),
+        ("KV_IDLE", "decode-1", 0),
+        ("KV_OTHER", "", 0),
+    ],
+)
+def test_findings_that_the_user_ignores(
+    code: str, subject: str, count: int, specimen: Any, seen: list[Snapshot]
+) -> None:
+    reading = HealthWatch(ignored=[Ignored(code, subject)])(specimen.survey((), 0))
+    assert (len(reading.ignored), len(reading.findings)) == (count, 1 - count)
 
 
 def test_the_real_codes_find_nothing_in_nothing(specimen: Any) -> None:
     specimen.prefill, specimen.decode = [], []
-    assert not HealthWatch()(specimen.survey(HEALTH_CALLS, 0)).judged.raised
+    assert not HealthWatch()(specimen.survey(HEALTH_CALLS, 0)).findings

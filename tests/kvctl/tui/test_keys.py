@@ -136,7 +136,7 @@ def test_a_finding_opens_with_its_remedy_and_is_copied_whole(specimen, ill, buil
         await press(pilot, "enter", "y")
         assert "kvctl staging release decode-1:7" in pilot.app.clipboard
 
-    drive(build(specimen, judged=ill), script)
+    drive(build(specimen, findings=ill), script)
 
 
 @on_screen()

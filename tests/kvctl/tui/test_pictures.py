@@ -73,7 +73,7 @@ def test_views(state: str, size: tuple[int, int], specimen, large, ill, build, d
             if state == "normal" and size == (120, 40):
                 check(HERE / "golden" / f"{view}.svg", svg(pilot.app))
 
-    drive(build(shown, judged=ill if state in {"normal", "large"} else None), script, size)
+    drive(build(shown, findings=ill if state in {"normal", "large"} else ()), script, size)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
@@ -116,7 +116,7 @@ def test_themes(specimen, ill, build, drive) -> None:
             await pilot.pause()
             check(HERE / "golden" / f"overview-{theme}.svg", svg(pilot.app))
 
-    drive(build(specimen, judged=ill), script)
+    drive(build(specimen, findings=ill), script)
 
 
 def test_pictures_fetch_nothing_and_are_small() -> None:

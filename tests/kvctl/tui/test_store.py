@@ -9,7 +9,6 @@ import pytest
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset
 from kvctl.client.fleet import Survey
-from kvctl.health.mutes import Judged
 from kvctl.tui.feed import Question, Reading
 from kvctl.tui.frame import Mode, top
 from kvctl.tui.store import Store
@@ -42,7 +41,7 @@ def test_an_agent_that_hangs_keeps_its_last_answers_and_their_age(specimen: Any)
 
 def test_an_agent_that_has_ended_is_shown_with_the_time_since_and_is_no_part_of_the_fleet(specimen: Any) -> None:
     store = Store()
-    take(store, specimen, 0, judged=Judged([], []))
+    take(store, specimen, 0, findings=[])
     rooms = sum(store.summary.active.values())
     survey: Survey = specimen.survey(STATUS.calls, 1)
     (ended,) = [agent for agent in survey.agents if agent.name == "decode-1"]
@@ -62,10 +61,10 @@ def test_without_a_finding_the_title_calls_only_a_fleet_that_answers_healthy(spe
         return "".join(text for text, _ in top(store, Mode())[0])
 
     store = Store()
-    take(store, specimen, 0, judged=Judged([], []))
+    take(store, specimen, 0, findings=[])
     assert title().endswith("✓ healthy")
     specimen.silent = {"decode-1"}
-    take(store, specimen, 1, judged=Judged([], []))
+    take(store, specimen, 1, findings=[])
     assert title().endswith("1 silent  ? incomplete")
 
 
@@ -172,7 +171,7 @@ def test_findings_mark_the_agents_that_they_name(specimen: Any, ill: Any) -> Non
     store = Store()
     take(store, specimen, 0)
     assert {tuple(row["health"]) for row in store.statuses()} == {()}
-    store.judged = ill
+    store.findings = ill
     codes = {row["name"]: row["health"] for row in store.statuses()}
     assert codes["decode-1"] == ["KV_RING_PINNED"]
     assert codes["decode-0"] == []
@@ -180,10 +179,10 @@ def test_findings_mark_the_agents_that_they_name(specimen: Any, ill: Any) -> Non
 
 def test_findings_are_kept_with_their_moment(specimen: Any, ill: Any) -> None:
     store = Store()
-    take(store, specimen, 0, judged=ill)
+    take(store, specimen, 0, findings=ill)
     take(store, specimen, 3)
-    assert store.judged is ill
-    assert store.now_ns - store.judged_at_ns == 3 * S
+    assert store.findings is ill
+    assert store.now_ns - store.examined_at_ns == 3 * S
 
 
 @pytest.mark.parametrize(("level", "allowed"), [("read", False), ("operate", True), ("admin", True)])
@@ -203,7 +202,7 @@ def test_the_health_codes_read_fewer_rows_than_a_panel_which_keeps_its_own(speci
     rows = store.finished_rooms()
     assert {row["ago_ns"] for row in rows[:2]} == {20_000_000, 1_720_000_000}
     for_health = Question("health", (Call("status"), Call("history", {"limit": 2}), Call("peers")))
-    take(store, specimen, 3, for_health, judged=Judged((), ()))
+    take(store, specimen, 3, for_health, findings=())
     assert [row["room"] for row in store.finished_rooms()] == [row["room"] for row in rows]
     assert store.rows("peers")  # which no panel has read yet
     assert store.finished_rooms()[0]["ago_ns"] == 3_020_000_000
