@@ -193,7 +193,7 @@ _OBSERVED = Work(
 )
 
 
-_OBSERVERS = ("top --readonly", "status -w 0.1 -o jsonl")
+_OBSERVERS = ("top", "status -w 0.1 -o jsonl")
 _BUSY_RATE = "50"
 
 

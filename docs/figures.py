@@ -47,7 +47,7 @@ from kvctl.health.engine import HealthWatch
 from kvctl.tui.app import TopApp
 from kvctl.tui.feed import Deliver, Feed, Question, Reading
 from kvctl.tui.frame import Mode
-from kvctl.tui.palette import DARK
+from kvctl.tui.palette import style as style_of
 from kvctl.tui.snapshot import picture as svg_of
 from kvctl.tui.snapshot import svg
 
@@ -186,7 +186,7 @@ def picture() -> str:
 
     async def screen() -> str:
         feed = _Playback(RecordingSource(FIGURES / f"{PICTURE}.kvrec", at=0))
-        app = TopApp(feed, Mode(source="", no_agents=lambda survey: "", readonly=False), "overview", clock=lambda: 0)
+        app = TopApp(feed, Mode(source="", no_agents=lambda survey: ""), "overview", clock=lambda: 0)
         async with app.run_test(size=PICTURE_SIZE) as pilot:
             await pilot.pause()
             while feed.advance():
@@ -211,9 +211,9 @@ def terminal(command: str, height: int) -> str:
         style = segment.style or Style()
         number = style.color.number if style.color is not None else None
         name = "dim" if style.dim else "" if number is None else _ANSI[number % 8]
-        return Segment(segment.text, DARK.style(f"bold {name}" if style.bold else name))
+        return Segment(segment.text, style_of(f"bold {name}" if style.bold else name))
 
-    return svg_of([[drawn(each) for each in line] for line in lines], WIDTH, DARK.foreground, DARK.background)
+    return svg_of([[drawn(each) for each in line] for line in lines], WIDTH)
 
 
 class _Playback(Feed):

@@ -22,9 +22,7 @@ from benchmarks.side_by_side import ROWS
 from docs import figures
 from kvctl.cli import cli
 from kvctl.commands.options import GlobalOptions, KvctlGroup
-from kvctl.health.check import parse_thresholds
 from kvctl.health.codes import CODES_BY_NAME
-from kvctl.health.finding import AREAS
 from kvctl.render.rooms import ROOMS
 from kvctl.render.view import View
 from kvctl_agent.contract.config import KEYS
@@ -190,9 +188,6 @@ def test_a_command_can_be_typed(mention: Mention, tmp_path: Path, monkeypatch: p
     for name in named:
         assert view is not None, "no view, no columns"
         assert view.column(name.removeprefix("-")) is not None, name
-    if "crit" in context.params:
-        area = str(context.info_name)
-        parse_thresholds(context.params["warn"], context.params["crit"], [area] if area in AREAS else [*AREAS])
 
 
 def parse(words: list[str], *, whole: bool) -> tuple[click.Context, View | None]:

@@ -110,7 +110,6 @@ class TestMetadata:
             "otel",
             "sglang",
             "vllm",
-            "png",
             "kubernetes",
             "mcp",
             "docs",

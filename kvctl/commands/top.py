@@ -18,7 +18,7 @@ from kvctl.render.selection import ExpressionError, select
 from kvctl.render.units import parse_seconds
 
 _VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
-_SNAPSHOT_SUFFIXES = (".svg", ".png", ".txt")
+_SNAPSHOT_SUFFIXES = (".svg", ".txt")
 _MIN_SIZE = (60, 16)
 _MAX_SIZE = (500, 200)
 _MIN_INTERVAL_NS = 100_000_000
@@ -55,7 +55,7 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
     examples=[
         ("Live view; ? shows the keys", "kvctl top"),
         ("Rooms older than a second", "kvctl top --view rooms --filter 'age>1s'"),
-        ("One screen as a picture", "kvctl top --snapshot fleet.png --size 160x50"),
+        ("One screen as a picture", "kvctl top --snapshot fleet.svg --size 160x50"),
         ("Play a recording", "kvctl top --from fleet.kvrec"),
     ],
 )
@@ -68,11 +68,10 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
     metavar="TIME",
     help="Time between readings, as -w.",
 )
-@click.option("--readonly", is_flag=True, help="Omit the keys that change something.")
 @click.option(
     "--snapshot",
     type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.svg|png|txt",
+    metavar="FILE.svg|txt",
     callback=_check_suffix,
     help="Write one screen to a file; needs no terminal.",
 )
@@ -84,24 +83,18 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
     metavar="CxR",
     help="Size of the snapshot.",
 )
-def top(
-    settings: Settings, view: str, interval: int, readonly: bool, snapshot: Path | None, size: tuple[int, int]
-) -> None:
+def top(settings: Settings, view: str, interval: int, snapshot: Path | None, size: tuple[int, int]) -> None:
     """Live view: overview, rooms, staging, layers, peers, events, failed and ended rooms. ? shows the keys, q quits.
 
     Agents that do not answer within an interval (or --timeout, if given) keep their rows, dimmed and with their age,
-    until they answer again. Keys that change something ask first. --from FILE replays a recording, [ and ] seek in it.
-    --filter and --sort-by apply to the first view; / also accepts a text that rows must contain. A snapshot as .png
-    needs kvctl's extra png.
+    until they answer again. --from FILE replays a recording, [ and ] seek in it. --filter and --sort-by apply to the
+    first view; / also accepts a text that rows must contain. No key changes anything in the fleet: kvctl rooms abort
+    and kvctl staging release do.
     """
     if snapshot is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise click.UsageError("kvctl top needs a terminal; without one: --snapshot FILE.svg")
     if snapshot is None and os.environ.get("TERM") in {None, "", "dumb"}:
         raise click.UsageError("this terminal (TERM) is not supported; kvctl status -w writes a line per reading")
-    if snapshot is not None and snapshot.suffix == ".png":
-        from kvctl.tui.snapshot import check_png
-
-        check_png()
     from kvctl.tui.app import TopApp
     from kvctl.tui.feed import Feed
     from kvctl.tui.frame import Mode
@@ -123,7 +116,7 @@ def top(
     watch_ns = interval if snapshot is None else None
     fleet = source(replace(settings, watch_ns=watch_ns, timeout_ns=timeout_ns), first)
     name = "" if settings.from_file is None else settings.from_file.name
-    mode = Mode(source=name, readonly=readonly, no_agents=lambda survey: no_agent(settings, survey).message)
+    mode = Mode(source=name, no_agents=lambda survey: no_agent(settings, survey).message)
     app = TopApp(Feed(fleet, interval), mode, view, query=query)
     if snapshot is not None:
         from kvctl.tui.snapshot import snapshot as take

@@ -128,40 +128,28 @@ MATRIX = View(
 )
 
 
-class Pairs:
-    """Rows of MATRIX for all pairs of a prefill and a decode agent, each made when it is asked for.
+def gravity(state: str) -> int:
+    """Returns the place of a state among all, the worst first."""
+    return _RANKING.index(state) if state in _RANKING else 0
+
+
+def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns one row of MATRIX for every pair of a prefill and a decode agent.
 
     Args:
         roles: roles of the agents that answered, by name; agents known only as a peer are added.
         rows: rows of the admin command `peers`, of all agents.
-
-    Attributes:
-        prefill, decode: names of the agents of each role, in natural order.
     """
-
-    def __init__(self, roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
-        self._roles = roles
-        self._rows: dict[tuple[str, str], Mapping[str, Any]] = {}
-        known = dict(roles)
-        for row in rows:
-            self._rows[row["agent"], row["peer"]] = row
-            known.setdefault(row["peer"], row["role"])
-        self.prefill, self.decode = (
-            sorted((name for name, role in known.items() if role == each), key=natural_key)
-            for each in ("prefill", "decode")
-        )
-
-    def row(self, prefill: str, decode: str) -> dict[str, Any]:
-        by_prefill, by_decode = self._rows.get((prefill, decode)), self._rows.get((decode, prefill))
-        return _pair(prefill, decode, by_prefill, by_decode, self._roles)
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [self.row(prefill, decode) for prefill in sorted(self.prefill) for decode in sorted(self.decode)]
-
-
-def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns one row of MATRIX for every pair of a prefill and a decode agent; arguments as for `Pairs`."""
-    return Pairs(roles, rows).rows()
+    known, reports = dict(roles), {}
+    for row in rows:
+        reports[row["agent"], row["peer"]] = row
+        known.setdefault(row["peer"], row["role"])
+    prefill, decode = (sorted(name for name, role in known.items() if role == each) for each in ("prefill", "decode"))
+    return [
+        _pair(one, other, reports.get((one, other)), reports.get((other, one)), roles)
+        for one in prefill
+        for other in decode
+    ]
 
 
 def _pair(
@@ -180,7 +168,7 @@ def _pair(
     return {
         "prefill": prefill,
         "decode": decode,
-        "state": min(states, key=lambda state: _RANKING.index(state) if state in _RANKING else 0),
+        "state": min(states, key=gravity),
         "prefill_sees": by_prefill["state"] if by_prefill else None,
         "decode_sees": by_decode["state"] if by_decode else None,
         "lane": next((end["lane"] for end in ends if end["lane"]), None),
@@ -218,22 +206,9 @@ def draw_matrix(rows: Sequence[Row], width: int) -> list[Line]:
     return [*lines, [("", "")], *_matrix_legend(rows, lanes)]
 
 
-def pair_glyph(state: str) -> Span:
-    """Returns the glyph and style of a pair's state."""
-    return _GLYPHS.get(state, ("?", "bold red"))
-
-
-def pair_legend() -> Line:
-    """Returns the legend of all states of a pair."""
-    spans: list[Span] = []
-    for state in reversed(_RANKING):
-        spans += [_GLYPHS[state], (f" {'no link' if state == NO_LINK else state}  ", "dim")]
-    return spans
-
-
 def _matrix_cell(row: Row | None, lanes: Mapping[str, str], size: int) -> list[Span]:
     state = row["state"] if row is not None else NO_LINK
-    glyph, style = pair_glyph(state)
+    glyph, style = _GLYPHS.get(state, ("?", "bold red"))
     lane = lanes.get(row["lane"] or "", "") if row is not None and len(lanes) > 1 else ""
     return [(glyph, style), (f"{lane:<{size - 1}}", "dim")]
 

@@ -258,7 +258,7 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span], table: Grid
 
 
 def outline(rows: Sequence[Row], summary: FleetSummary) -> list[Line]:
-    """Formats ranks, rooms, pipelining, and draining or waiting agents, for `kvctl top`.
+    """Formats ranks, rooms, rings, pipelining, and draining or waiting agents, for `kvctl top`.
 
     Args:
         rows: rows of the agents that answered, and of those that have ended.
@@ -267,6 +267,7 @@ def outline(rows: Sequence[Row], summary: FleetSummary) -> list[Line]:
     return [
         *_ranks(rows),
         _line("rooms", *_rooms(summary)),
+        _line("ring", *_ring_use(summary)),
         *_pipeline([row for row in rows if runs(row)]),
         *_unavailable(summary),
         *_hung(rows),

@@ -14,14 +14,12 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import ContentSwitcher
 
-from kvctl.client.calls import Call
-from kvctl.render.sanitize import printable, printable_lines
-from kvctl.render.selection import ExpressionError
+from kvctl.render.selection import ExpressionError, find_column
 from kvctl.render.view import Row
-from kvctl.tui import export, frame, keys
-from kvctl.tui.dialogs import Choice, Confirm, Help, Prompt
-from kvctl.tui.feed import ActionCalls, Feed, Question, Reading
-from kvctl.tui.palette import PALETTES, theme_of
+from kvctl.tui import frame, keys
+from kvctl.tui.dialogs import Help, Prompt
+from kvctl.tui.feed import Feed, Question, Reading
+from kvctl.tui.palette import THEME
 from kvctl.tui.panels.events import EventsPanel
 from kvctl.tui.panels.layers import LayersPanel
 from kvctl.tui.panels.overview import OverviewPanel
@@ -34,7 +32,6 @@ from kvctl.tui.panels.staging import StagingPanel
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import VIEW_OF, TableQuery
 from kvctl.tui.widgets import Bar, Table
-from kvctl_agent.contract.commands import COMMANDS_BY_NAME
 
 _PANELS: dict[str, type[Panel]] = {
     "overview": OverviewPanel,
@@ -48,7 +45,6 @@ _PANELS: dict[str, type[Panel]] = {
     "room": RoomPanel,
     "record": RecordPanel,
 }
-_ABORT_REASON = "aborted by an operator in kvctl top"
 
 
 class ReadingArrived(Message):
@@ -59,20 +55,12 @@ class ReadingArrived(Message):
         self.reading = reading
 
 
-class ActionDone(Message):
-    """Message from the feed's thread: an action sent to agents has ended; `text` is its result in one line."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
-
-
 class TopApp(App[None]):
     """The textual app of `kvctl top`.
 
     Args:
         feed: source of readings; started and stopped by the app.
-        mode: how the app runs, such as read-only or from a recording.
+        mode: how the app runs, such as from a recording.
         view: name of the view that is shown first.
         clock: monotonic clock in nanoseconds, for the duration of a pause.
         query: filters and order of the first view.
@@ -108,9 +96,8 @@ class TopApp(App[None]):
         self._queries: dict[str, TableQuery] = {view: query or TableQuery()}
         self._paused_at: int | None = None
         self._question: Question | None = None
-        for palette in PALETTES:
-            self.register_theme(theme_of(palette))
-        self.theme = PALETTES[0].name
+        self.register_theme(THEME)
+        self.theme = THEME.name
 
     def compose(self) -> ComposeResult:
         yield Bar(id="top", style="bar")
@@ -162,11 +149,6 @@ class TopApp(App[None]):
         return self._queries.get(self.panel_name, TableQuery())
 
     @property
-    def writes(self) -> bool:
-        """Whether keys that change something in the fleet are available."""
-        return not self._mode.readonly and not self.feed.recorded
-
-    @property
     def _has_widgets(self) -> bool:
         """Whether the widgets exist; False while the app exits, when messages may still arrive."""
         return bool(self.query("#footer"))
@@ -182,10 +164,6 @@ class TopApp(App[None]):
         """Passes a reading from the feed's thread to the app's thread."""
         self.post_message(ReadingArrived(reading))
 
-    def _report(self, text: str) -> None:
-        """Passes the result of an action from the feed's thread to the app's thread."""
-        self.post_message(ActionDone(text))
-
     def on_reading_arrived(self, message: ReadingArrived) -> None:
         if not self._has_widgets:
             return
@@ -195,9 +173,6 @@ class TopApp(App[None]):
             self._ask()
             self._show()
         self.feed.acknowledge()
-
-    def on_action_done(self, message: ActionDone) -> None:
-        self.notify(printable_lines(message.text), markup=False)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._show)
@@ -241,8 +216,7 @@ class TopApp(App[None]):
         self.query_one("#top", Bar).show(frame.top(self.store, mode))
         self.query_one("#tabs", Bar).show(frame.tabs(self._view, [title for _, title in self._opened]))
         self.query_one("#banner", Bar).show(*frame.banner(self.store, mode))
-        available = keys.available(self.panel_name, recorded=self.feed.recorded, writes=self.writes)
-        names = [(key.label, key.name) for key in available if key.footer]
+        names = [(key.label, key.name) for key in keys.available(recorded=self.feed.recorded) if key.footer]
         self.query_one("#footer", Bar).show(frame.footer(names, self.size.width))
 
     # ---- navigation ---------------------------------------------------------------------------------------------
@@ -258,18 +232,11 @@ class TopApp(App[None]):
         if room is not None:
             self.open_room(room)
         else:
-            key = spec.key(message.row)
-            title = " ".join(str(part) for part in key) if isinstance(key, tuple) else str(key)
-            self._open_record(message.table, [message.row], title)
+            title = " ".join(spec.key(message.row))
+            self._open_record(message.table, self.panel.record(message.row), title)
 
     def on_panel_filtered(self, message: Panel.Filtered) -> None:
         self.set_query(TableQuery(filters=message.filters))
-
-    def on_peers_panel_pair_opened(self, message: PeersPanel.PairOpened) -> None:
-        if message.rows:
-            self._open_record(self.query_one("#peers-table", Table), message.rows, " → ".join(message.pair))
-        else:
-            self.notify(printable(f"no link between {' and '.join(message.pair)}"), markup=False)
 
     def open_room(self, room: str) -> None:
         """Opens the panel of the room with this number."""
@@ -290,12 +257,12 @@ class TopApp(App[None]):
         self._enter_panel()
 
     def action_close(self) -> None:
-        """Closes the panel opened last; if none is open, removes the filter and `faults only` of the view."""
+        """Closes the panel opened last; if none is open, removes the filter of the view."""
         if self._opened:
             self._opened.pop()
             self._enter_panel()
-        elif self.table_query.filters or self.table_query.faults_only:
-            self.set_query(replace(self.table_query, filters="", faults_only=False))
+        elif self.table_query.filters:
+            self.set_query(replace(self.table_query, filters=""))
 
     def action_exit(self, code: int) -> None:
         """Restores the terminal and exits with the given exit code."""
@@ -349,16 +316,19 @@ class TopApp(App[None]):
             return
         view = VIEW_OF.get(self.panel_name, table.spec.view) if table is self.panel.main else table.spec.view
 
+        def check(text: str) -> str:
+            try:
+                find_column(view, text.strip())
+            except ExpressionError as error:
+                return str(error)
+            return ""
+
         def done(column: str | None) -> None:
             if column is not None:
-                self.set_query(self.table_query.sorted_by(view, column))
+                self.set_query(self.table_query.sorted_by(view, column.strip()))
 
         current = (self.table_query.order or next(iter(view.sort), "")).removeprefix("-")
-        options = [(column.name, column.name.replace("_", " ")) for column in view.columns]
-        self.push_screen(Choice("sort by; the same again reverses", options, current), done)
-
-    def action_faults(self) -> None:
-        self.set_query(replace(self.table_query, faults_only=not self.table_query.faults_only))
+        self.push_screen(Prompt("sort by", current, check, "a column; the same again reverses", proposed=True), done)
 
     def action_copy(self) -> None:
         text, description = self.panel.clipboard()
@@ -368,79 +338,5 @@ class TopApp(App[None]):
         self.copy_to_clipboard(text)
         self.notify(f"copied {description}", markup=False)
 
-    def action_export(self) -> None:
-        table = self.panel.table
-        if table is None or table.listing is None or not table.listing.rows:
-            self.notify("no rows to export here")
-            return
-        listing, at_ns = table.listing, self.store.now_ns
-        count = f"{len(listing.rows):,} rows"
-
-        def done(name: str | None) -> None:
-            if name is None:
-                return
-            try:
-                path = export.write(name, listing, at_ns)
-            except OSError as error:
-                self.notify(f"cannot write {name}: {error.strerror}", severity="error", markup=False)
-            else:
-                self.notify(f"{count} in {path}", markup=False)
-
-        name = export.default_name(listing, at_ns)
-        prompt = Prompt(f"export {count} of {table.label} to", name, export.check_name, ".tsv, .csv or .json", True)
-        self.push_screen(prompt, done)
-
-    def action_theme(self) -> None:
-        names = [palette.name for palette in PALETTES]
-        self.theme = names[(names.index(self.theme) + 1) % len(names)]
-        self.notify(f"theme {self.theme}", timeout=2)
-
     def action_help(self) -> None:
-        recorded, writes = self.feed.recorded, self.writes
-        self.push_screen(Help(lambda width: keys.help_page(width, recorded=recorded, writes=writes)))
-
-    def action_abort(self) -> None:
-        """Aborts the room under the cursor, after a confirmation, on every agent that reports it."""
-        room = self.query_one("#room", RoomPanel).room if self.panel_name == "room" else None
-        table = self.panel.table
-        if room is None and table is not None and table.row is not None and table.spec is not None:
-            room = table.spec.room(table.row)
-        if room is None or not self.writes or self.panel_name not in {"rooms", "room"}:
-            return
-        agents = sorted(
-            {row["agent"] for row in (*self.store.rows("rooms"), *self.store.rows("room")) if row["room"] == room}
-        )
-        if not agents:
-            self.notify(printable(f"no agent that answers knows room {room}"), severity="warning", markup=False)
-            return
-        call = Call("abort", {"room": room, "reason": _ABORT_REASON})
-        question = f"Abort room {room} on {', '.join(agents)}?\nIts request fails; other requests are not affected."
-        self._confirm(question, [(agent, call) for agent in agents])
-
-    def action_release(self) -> None:
-        """Releases the ring allocation under the cursor, after a confirmation."""
-        row = self.query_one("#staging-allocations", Table).row
-        if not self.writes or self.panel_name != "staging" or row is None:
-            return
-        agent = str(row["agent"])
-        question = (
-            f"Release allocation {row['serial']} of room {row['room']} ({row['state']}) in the ring of {agent}?\n"
-            f"Its writer {row['writer']} must not write any more."
-        )
-        self._confirm(question, [(agent, Call("release", {"serial": row["serial"]}))])
-
-    def _confirm(self, question: str, calls: ActionCalls) -> None:
-        """Asks for a confirmation and then sends calls to agents; only warns if an agent does not permit its call."""
-        for agent, call in calls:
-            required = COMMANDS_BY_NAME[call.command].level
-            if not self.store.may(agent, required):
-                level = self.store.agents[agent].level
-                refusal = f"{agent} permits us {level} only, {call.command} needs {required.label}"
-                self.notify(printable(refusal), severity="warning", markup=False)
-                return
-
-        def done(confirmed: bool | None) -> None:
-            if confirmed:
-                self.feed.act(calls, self._report)
-
-        self.push_screen(Confirm(printable_lines(question)), done)
+        self.push_screen(Help(lambda width: keys.help_page(width, recorded=self.feed.recorded)))

@@ -1,30 +1,20 @@
-"""Dialogs shown over a panel: prompt, choice, confirmation and help page."""
+"""Dialogs shown over a panel: prompt and help page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option
+from textual.widgets import Input, Static
 
 from kvctl.tui.widgets import Draw, Picture
 
 
-class Dialog(ModalScreen[str | None]):
-    """Base class of dialogs that return a text; Esc returns None."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "cancel", show=False, priority=True)]
-
-    def action_cancel(self) -> None:
-        self.dismiss(None)
-
-
-class Prompt(Dialog):
+class Prompt(ModalScreen[str | None]):
     """Input line at the bottom of the screen; Enter returns the text if it is valid, Esc returns None.
 
     Args:
@@ -43,6 +33,7 @@ class Prompt(Dialog):
     Prompt Static.wrong { color: $error; }
     Prompt Input, Prompt Input:focus { border: none; height: 1; padding: 0; background: $background; }
     """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,ctrl+c", "cancel", show=False, priority=True)]
 
     def __init__(self, title: str, value: str, check: Callable[[str], str], hint: str, proposed: bool = False) -> None:
         super().__init__()
@@ -63,6 +54,9 @@ class Prompt(Dialog):
         if self._validate(event.value):
             self.dismiss(event.value)
 
+    def action_cancel(self) -> None:
+        self.dismiss(None)
+
     def _validate(self, text: str) -> bool:
         """Shows the error of a text, or the hint; returns whether the text is valid."""
         error = self._check(text)
@@ -70,63 +64,6 @@ class Prompt(Dialog):
         line.set_class(bool(error), "wrong")
         line.update(error or self._label)
         return not error
-
-
-class Choice(Dialog):
-    """List of options (name, label); returns the name of the option that the user chooses, None after Esc."""
-
-    DEFAULT_CSS = """
-    Choice { align: center middle; background: transparent; }
-    Choice Vertical { width: 42; height: auto; max-height: 90%; }
-    Choice Vertical { background: $panel; border: round $primary; padding: 0 1; }
-    Choice Static { width: auto; }
-    Choice OptionList { width: 36; height: auto; max-height: 16; background: $panel; scrollbar-size: 0 0; }
-    Choice OptionList, Choice OptionList:focus { border: none; padding: 0; }
-    """
-
-    def __init__(self, title: str, options: Sequence[tuple[str, str]], chosen: str) -> None:
-        super().__init__()
-        self._title = title
-        self._options = options
-        self._chosen = chosen
-
-    def compose(self) -> ComposeResult:
-        with Vertical():
-            yield Static(self._title, markup=False)
-            yield OptionList(*(Option(label, id=name) for name, label in self._options))
-
-    def on_mount(self) -> None:
-        names = [name for name, _ in self._options]
-        self.query_one(OptionList).highlighted = names.index(self._chosen) if self._chosen in names else 0
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(event.option_id)
-
-
-class Confirm(ModalScreen[bool]):
-    """Dialog with a question; returns True if `y` is pressed, False for `n`, Esc, Enter and the like."""
-
-    DEFAULT_CSS = """
-    Confirm { align: center middle; background: transparent; }
-    Confirm Static { width: auto; max-width: 76; height: auto; background: $panel; border: round $error; padding: 1 2; }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "yes", show=False),
-        Binding("n,escape,ctrl+c,enter,q", "no", show=False),
-    ]
-
-    def __init__(self, question: str) -> None:
-        super().__init__()
-        self._question = question
-
-    def compose(self) -> ComposeResult:
-        yield Static(f"{self._question}\n\ny: yes   n, Esc, Enter: no", markup=False)
-
-    def action_yes(self) -> None:
-        self.dismiss(True)
-
-    def action_no(self) -> None:
-        self.dismiss(False)
 
 
 class Help(ModalScreen[None]):

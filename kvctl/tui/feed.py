@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint
-from kvctl.client.fanout import Reply
 from kvctl.client.fleet import Source, Survey
 from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.errors import CliError
@@ -73,8 +71,6 @@ class Reading:
 
 
 Deliver = Callable[[Reading], None]
-ActionCalls = Sequence[tuple[str, Call]]
-"""Calls that change something in the fleet, as pairs of an agent's name and the call for it."""
 _HEALTH = Question("health", HEALTH_CALLS)
 
 
@@ -88,13 +84,6 @@ class RecordedSource(Protocol):
     def moments(self) -> Sequence[int]: ...
 
     def seek(self, index: int) -> None: ...
-
-
-@runtime_checkable
-class LiveSource(Protocol):
-    """A source with live agents, to which calls can be sent."""
-
-    def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]: ...
 
 
 class Feed:
@@ -112,14 +101,12 @@ class Feed:
         self._changed = threading.Condition()
         # Requests of the app; guarded by `_changed`.
         self._question: Question | None = None
-        self._actions: list[tuple[ActionCalls, Callable[[str], None]]] = []
         self._step = 0
         self._paused = self._stopped = self._urgent = False
         self._acknowledged = True
         # State of the feed's thread, which no other thread uses.
         self._due_ns = self._health_due_ns = 0
         self._viewed_last = False
-        self._endpoints: dict[str, Endpoint] = {}
         self._health = HealthWatch()
 
     @property
@@ -157,12 +144,6 @@ class Feed:
             self._paused = self._urgent = True
             self._changed.notify()
 
-    def act(self, calls: ActionCalls, done: Callable[[str], None]) -> None:
-        """Sends calls to agents; calls `done` with the result in one line, on any thread."""
-        with self._changed:
-            self._actions.append((calls, done))
-            self._changed.notify()
-
     def stop(self) -> None:
         """Ends the thread and waits for it; a reading in progress is completed first."""
         with self._changed:
@@ -177,20 +158,9 @@ class Feed:
                 self._read(question)
 
     def _next(self) -> Question | None:
-        """Waits until a question is due and returns it, performing requested actions meanwhile.
-
-        Returns None after `stop`.
-        """
+        """Waits until a question is due and returns it; returns None after `stop`."""
         with self._changed:
             while not self._stopped:
-                actions, self._actions = self._actions, []
-                for calls, done in actions:
-                    self._changed.release()
-                    try:
-                        done(self._perform(calls))
-                    finally:
-                        self._changed.acquire()
-                    self._urgent = True
                 now = time.monotonic_ns()
                 health_due = now >= self._health_due_ns
                 if self._question is None or not self._acknowledged or (self._paused and not self._urgent):
@@ -224,7 +194,6 @@ class Feed:
         started = time.thread_time_ns()
         try:
             survey = self._source.survey(question.calls, question.clock_rounds)
-            self._endpoints = {agent.name: agent.endpoint for agent in survey.agents}
             findings = self._health(survey).findings if question is _HEALTH else None
             reading = Reading(question, survey.at_ns, survey, findings=findings, position=self._position())
         except (CliError, OSError) as error:
@@ -241,15 +210,3 @@ class Feed:
         count = len(self._source.moments)
         playing = not self._paused and self._source.moment < count - 1
         return RecordingPosition(self._source.moment, count, playing)
-
-    def _perform(self, calls: ActionCalls) -> str:
-        """Sends calls to their agents and returns a summary of the results in one line."""
-        if not isinstance(self._source, LiveSource):
-            return "a recording accepts no commands"
-        gone = [name for name, _ in calls if name not in self._endpoints]
-        requests = [(self._endpoints[name], call) for name, call in calls if name in self._endpoints]
-        failed = [reply.fault for reply in self._source.ask(requests) if reply.fault is not None]
-        problems = [*(f"{name} is gone" for name in gone), *(f"{each.agent}: {each.message}" for each in failed)]
-        done = len(requests) - len(failed)
-        text = f"{calls[0][1].command}: done on {done} of {len(calls)} agent{'s' * (len(calls) != 1)}"
-        return "; ".join([text, *problems])

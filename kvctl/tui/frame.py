@@ -25,13 +25,11 @@ class Mode:
         paused_ns: time since the user paused updates; None if updates are not paused.
         source: name of the recording; "" for a live fleet.
         no_agents: returns the reason why a survey has no agents, as text for the user.
-        readonly: whether the keys that change something in the fleet are disabled.
     """
 
     paused_ns: int | None = None
     source: str = ""
     no_agents: Callable[[Survey], str] = lambda survey: "no agent found"
-    readonly: bool = False
 
 
 def top(store: Store, mode: Mode) -> Ends:
@@ -49,8 +47,7 @@ def top(store: Store, mode: Mode) -> Ends:
     if store.findings is not None and store.answering:
         spans.append(findings.headline([findings.row(each) for each in store.findings], store.complete))
     at = units.clock_seconds(store.now_ns) if store.now_ns else "--:--:--"
-    readonly = "read-only  " if mode.readonly and not mode.source else ""
-    return spans, [(readonly, "dim"), (at, "bold")]
+    return spans, [(at, "bold")]
 
 
 def tabs(view: str, path: Sequence[str]) -> Ends:

@@ -1,4 +1,4 @@
-"""Writes one screen of the app to a file without a terminal, as SVG, PNG or text."""
+"""Writes one screen of the app to a file without a terminal, as SVG or text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from textual.app import App
 
 from kvctl.errors import CliError
 from kvctl.tui.app import TopApp
-from kvctl.tui.palette import BY_NAME, DARK
-from kvctl_agent.contract.extras import install
+from kvctl.tui.palette import BACKGROUND, FOREGROUND
 
 _POLL_S = 0.02
-_SCALE = 2  # pixels per unit of the SVG, for sharp text on high-resolution screens
 _CELL, _LINE, _MARGIN = 12.2, 24.4, 14  # width and height of a cell as rich draws it
 _FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
 # No font is downloaded; at 21 px the block glyphs of common fonts are as high as a line.
@@ -35,9 +33,6 @@ _FORMAT = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {hei
 {{matrix}}</g></g>
 </svg>
 """
-_LETTER = (
-    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 18" font-family="{_FONTS}"><text y="14">M</text></svg>'
-)
 
 
 def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -> None:
@@ -45,51 +40,38 @@ def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -
 
     Args:
         app: the app; it must not have run before.
-        path: the file: `.svg`, `.png` or `.txt`.
+        path: the file: `.svg` or `.txt`.
         size: columns and lines of the screen.
         patience_ns: how long to wait for data; the screen is written earlier if it is complete.
 
     Raises:
-        CliError: the file cannot be written, or resvg, which a PNG needs, is not installed.
+        CliError: the file cannot be written.
     """
     drawn = asyncio.run(_screen(app, path.suffix, size, patience_ns))
-    data = _png(drawn) if path.suffix == ".png" else drawn.encode()
     try:
-        path.write_bytes(data)
+        path.write_text(drawn, encoding="utf-8")
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}") from error
 
 
-def check_png() -> None:
-    """Checks that this host can render a PNG.
-
-    Raises:
-        CliError: resvg is not installed, or this host has no monospaced font, so that all text would be missing.
-    """
-    if _png(_LETTER) == _png(_LETTER.replace("M", "")):
-        raise CliError("PNG: this host has no monospaced font; apt-get install fonts-dejavu-core, or write FILE.svg")
-
-
 def svg(app: App[None]) -> str:
     """Returns the screen of an app as an SVG without external references."""
-    palette = BY_NAME.get(app.theme, DARK)
-    lines = _lines(app)
-    return picture(lines, app.size.width, palette.foreground, palette.background)
+    return picture(_lines(app), app.size.width)
 
 
-def picture(lines: Sequence[Sequence[Segment]], columns: int, foreground: str, background: str) -> str:
-    """Draws lines of `columns` cells as SVG; `foreground` and `background` are the default colours, as `#rrggbb`."""
+def picture(lines: Sequence[Sequence[Segment]], columns: int) -> str:
+    """Draws lines of `columns` cells as SVG."""
     console = Console(width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor", record=True)
     console.print(Segments([segment for line in lines for segment in (*line, Segment.line())]), end="")
     ansi = [(0, 0, 0)] * 8  # unused: no style has a terminal colour
     return console.export_svg(
         unique_id="s",
-        theme=TerminalTheme(parse_rgb_hex(background[1:]), parse_rgb_hex(foreground[1:]), ansi),
+        theme=TerminalTheme(parse_rgb_hex(BACKGROUND[1:]), parse_rgb_hex(FOREGROUND[1:]), ansi),
         code_format=_FORMAT.format(
             width=columns * _CELL + 2 * _MARGIN,
             height=len(lines) * _LINE + 2 * _MARGIN,
             margin=_MARGIN,
-            paper=background,
+            paper=BACKGROUND,
             fonts=_FONTS,
         ),
     )
@@ -117,16 +99,3 @@ def _lines(app: App[None]) -> Sequence[Sequence[Segment]]:
     compositor = app.screen._compositor
     compositor.render_update(full=True, screen_stack=app._background_screens)
     return [list(strip.simplify()) for strip in compositor.render_strips()]
-
-
-def _png(drawn: str) -> bytes:
-    """Renders an SVG as PNG, with the fonts of this host.
-
-    Raises:
-        CliError: resvg is not installed.
-    """
-    try:
-        import resvg_py
-    except ImportError as error:
-        raise CliError(f"PNG needs resvg: {install('png')}; or write FILE.svg") from error
-    return bytes(resvg_py.svg_to_bytes(svg_string=drawn, zoom=_SCALE))

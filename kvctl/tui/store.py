@@ -19,10 +19,9 @@ from kvctl.client.room_timeline import RoomTimeline, join, most_informative_firs
 from kvctl.health.engine import codes_of_agents
 from kvctl.health.finding import Finding
 from kvctl.render.rooms import failed_rows, finished_rows
-from kvctl.render.status import FleetSummary, rates, runs, summarise
+from kvctl.render.status import FleetSummary, rates, summarise
 from kvctl.render.view import Row
 from kvctl.tui.feed import Reading, RecordingPosition
-from kvctl_agent.contract.commands import Level
 
 if TYPE_CHECKING:
     from kvctl_agent.contract.snapshots import RoomDetail
@@ -50,18 +49,16 @@ class Trends:
         throughput: GB/s since the previous value.
         finished: succeeded rooms per second since the previous value.
         p50, p99: latencies as reported by the agents, in nanoseconds.
-        rings: used share of each staging ring, by agent.
     """
 
     throughput: Series = field(default_factory=_series)
     finished: Series = field(default_factory=_series)
     p50: Series = field(default_factory=_series)
     p99: Series = field(default_factory=_series)
-    rings: dict[str, Series] = field(default_factory=dict)
     _before: tuple[FleetSummary, int] | None = None
 
-    def add(self, summary: FleetSummary, statuses: Sequence[Row], tick_ns: int) -> None:
-        """Adds the totals and the answers to `status` of one reading, taken at `tick_ns` on a monotonic clock."""
+    def add(self, summary: FleetSummary, tick_ns: int) -> None:
+        """Adds the totals of one reading, taken at `tick_ns` on a monotonic clock."""
         if self._before is not None:
             before, before_ns = self._before
             if tick_ns - before_ns < _LEAST_NS:
@@ -72,10 +69,6 @@ class Trends:
         self._before = (summary, tick_ns)
         self.p50.append(summary.p50_ns)
         self.p99.append(summary.p99_ns)
-        for status in statuses:
-            ring = status.get("ring")
-            if ring and ring["size_bytes"]:
-                self.rings.setdefault(status["name"], _series()).append(ring["used_bytes"] / ring["size_bytes"])
 
 
 @dataclass(slots=True)
@@ -83,7 +76,6 @@ class AgentState:
     """State of one agent according to its last answers.
 
     Attributes:
-        level: name of the level of commands that the agent permits this user.
         seen_ns: wall-clock time of the agent's last answer.
         clock: offset of the agent's clock from this host's clock, from the most accurate reading.
         answers: the agent's last answer to each command.
@@ -93,7 +85,6 @@ class AgentState:
 
     name: str
     role: str
-    level: str
     incarnation: str
     endpoint: Endpoint
     seen_ns: int
@@ -151,12 +142,11 @@ class Store:
             return
         self.subject = reading.question.subject or self.subject
         self._update_agents(reading.survey, for_health=reading.findings is not None)
-        statuses = [data for _, data in reading.survey.answers(_STATUS) if runs(data)]
-        self.summary = summarise(statuses)
+        self.summary = summarise(data for _, data in reading.survey.answers(_STATUS))
         if reading.findings is not None:
             self.findings, self.examined_at_ns = reading.findings, self.now_ns
         else:
-            self.trends.add(self.summary, statuses, reading.survey.tick_ns)
+            self.trends.add(self.summary, reading.survey.tick_ns)
         for answer, data in reading.survey.answers("events"):
             self._add_events(answer, data)
 
@@ -221,11 +211,6 @@ class Store:
         answers = [row for answer in self.rows("failed") for row in answer["rooms"]]
         return failed_rows(answers, {name: state.clock for name, state in self.agents.items()}, self.now_ns)
 
-    def may(self, agent: str, level: Level) -> bool:
-        """Returns whether an agent permits this user to run commands of a level."""
-        state = self.agents.get(agent)
-        return state is not None and state.level in {each.label for each in Level if each >= level}
-
     def _update_agents(self, survey: Survey, for_health: bool) -> None:
         self.survey = survey
         answered = set()
@@ -236,14 +221,13 @@ class Store:
                 state = self.agents[answer.name] = AgentState(
                     name=answer.name,
                     role=answer.hello["role"],
-                    level=answer.hello["level"],
                     incarnation=answer.hello["incarnation"],
                     endpoint=answer.endpoint,
                     seen_ns=self.now_ns,
                     clock=answer.clock,
                 )
             state.clock = more_precise(answer.clock, state.clock, self.now_ns - state.seen_ns)
-            state.seen_ns, state.trouble, state.level = self.now_ns, "", answer.hello["level"]
+            state.seen_ns, state.trouble = self.now_ns, ""
             state.ended_ns = answer.ended_ns
             # The health codes read fewer rows than a panel, which still shows those that it has read.
             shown = set(state.answers) - {_STATUS} if for_health else set()

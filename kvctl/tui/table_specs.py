@@ -1,23 +1,21 @@
-"""Specifications of the TUI's tables (view, row key, faulty rows), and the user's filters and order."""
+"""Specifications of the TUI's tables (view, row key), and the user's filters and order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvctl.render.events import EVENTS
 from kvctl.render.findings import HEALTH
-from kvctl.render.layers import LAYERS, hidden_share
+from kvctl.render.layers import LAYERS
 from kvctl.render.peers import PEERS
 from kvctl.render.rooms import CAUSES, FAILED, HISTORY, ROOMS, TIMELINE
 from kvctl.render.selection import ExpressionError, Selection, contains, find_column, is_comparison, select
-from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, oldest
+from kvctl.render.staging import ALLOCATIONS, GATED, STAGING
 from kvctl.render.status import GROUPS, STATUS
 from kvctl.render.view import Row, View
 
 _AND = "&"
-# Parts and ring regions older than this count as faults.
-_STUCK_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +24,26 @@ class TableSpec:
 
     Attributes:
         view: columns of the table.
-        key: returns the values of a row that identify it in every reading.
-        faulty: returns whether a row is shown under `faults only`.
-        agent: returns the name of the agent that reported a row; "" if it comes from several agents.
-        room: returns the number of the room that Enter opens; None if the row belongs to no room.
+        fields: names of the fields of a row that identify it in every reading.
+        opens_room: whether Enter on a row opens its room, if it has one.
     """
 
     view: View
-    key: Callable[[Row], Hashable]
-    faulty: Callable[[Row], bool]
-    agent: Callable[[Row], str] = lambda row: str(row["agent"])
-    room: Callable[[Row], str | None] = lambda row: None
+    fields: tuple[str, ...]
+    opens_room: bool = True
+
+    def key(self, row: Row) -> tuple[str, ...]:
+        """Returns the values that identify a row."""
+        return tuple([str(row.get(name, "")) for name in self.fields])
+
+    def agent(self, row: Row) -> str:
+        """Returns the name of the agent that reported a row; "" if it comes from several agents."""
+        return str(row.get("agent") or row.get("name") or "")
+
+    def room(self, row: Row) -> str | None:
+        """Returns the number of the room that Enter opens; None if there is none."""
+        room = row.get("room") if self.opens_room else None
+        return None if room is None else str(room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,10 @@ class TableQuery:
         filters: filters as typed, such as `age>5s & state=Failed & decode-0`: comparisons, and texts that rows must
             contain.
         order: name of a column, with `-` for descending order; "" for the view's default.
-        faults_only: whether only faulty rows are shown.
     """
 
     filters: str = ""
     order: str = ""
-    faults_only: bool = False
 
     def selection(self, view: View) -> Selection:
         """Parses filters and order for a view.
@@ -104,94 +109,23 @@ def listing(spec: TableSpec, rows: Sequence[Row], query: TableQuery) -> Listing:
     kept = query.selection(spec.view).rows(rows)
     for text in query.texts:
         kept = [row for row in kept if contains(spec.view, row, text)]
-    if query.faults_only:
-        kept = [row for row in kept if spec.faulty(row)]
     return Listing(spec, kept, len(rows), query)
 
 
-def _has_old_parts(row: Row) -> bool:
-    pin = oldest(row)
-    return bool(row["gated"]) or (pin is not None and pin["age_ns"] > _STUCK_NS)
-
-
-def _mostly_exposed(row: Row) -> bool:
-    share = hidden_share(row)
-    return share is not None and share < 0.5
-
-
-AGENTS_TABLE = TableSpec(
-    STATUS,
-    key=lambda row: row["name"],
-    agent=lambda row: str(row["name"]),
-    faulty=lambda row: bool(row.get("health") or row["waiting_for"] or row.get("draining")),
-)
-GROUPS_TABLE = TableSpec(
-    GROUPS,
-    key=lambda row: row.get("name") or (row["fold"], row["group"]),
-    agent=lambda row: row.get("name", ""),
-    faulty=lambda row: row["health"] != "ok",
-)
-HEALTH_TABLE = TableSpec(
-    HEALTH, key=lambda row: (row["code"], row["subject"]), agent=lambda row: "", faulty=lambda row: True
-)
-ROOMS_TABLE = TableSpec(
-    ROOMS,
-    key=lambda row: (row["agent"], row["room"], row["nonce"]),
-    faulty=lambda row: row["state"] == "Failed" or row["failure"] is not None or row["parked"] > 0,
-    room=lambda row: str(row["room"]),
-)
-TIMELINE_TABLE = TableSpec(
-    TIMELINE,
-    key=lambda row: (row["agent"], row["at_ns"], row["stage"], row["writer"], row["chunk"], str(row["layers"])),
-    faulty=lambda row: row["stage"] in {"fail", "abort"},
-)
-STAGING_TABLE = TableSpec(STAGING, key=lambda row: row["agent"], faulty=_has_old_parts)
-ALLOCATIONS_TABLE = TableSpec(
-    ALLOCATIONS,
-    key=lambda row: (row["agent"], row["serial"]),
-    faulty=lambda row: row["age_ns"] > _STUCK_NS or row["state"] == "quarantined",
-    room=lambda row: str(row["room"]),
-)
-GATED_TABLE = TableSpec(
-    GATED,
-    key=lambda row: (row["agent"], row["room"], row["peer"], row["chunk"], str(row["layers"])),
-    faulty=lambda row: row["age_ns"] > _STUCK_NS,
-    room=lambda row: str(row["room"]),
-)
-LAYERS_TABLE = TableSpec(
-    LAYERS, key=lambda row: (row["agent"], str(row["layers"]), row["path"]), faulty=_mostly_exposed
-)
-PEERS_TABLE = TableSpec(
-    PEERS,
-    key=lambda row: (row["agent"], row["peer"]),
-    faulty=lambda row: row["state"] != "ready" or bool(row["differences"]) or bool(row["errors_total"]),
-)
-EVENTS_TABLE = TableSpec(
-    EVENTS,
-    key=lambda row: (row["agent"], row["sequence"], row["at_ns"]),
-    faulty=lambda row: row["severity"] in {"warning", "error"},
-    room=lambda row: row["room"],
-)
-FAILED_TABLE = TableSpec(
-    FAILED,
-    key=lambda row: (row["room"], row["nonce"], row["failed_at_ns"]),
-    agent=lambda row: "",
-    faulty=lambda row: True,
-    room=lambda row: str(row["room"]),
-)
-CAUSES_TABLE = TableSpec(
-    CAUSES,
-    key=lambda row: (row["code"], row["first_at_ns"]),
-    agent=lambda row: "",
-    faulty=lambda row: True,
-    room=lambda row: str(row["room"]),
-)
-HISTORY_TABLE = TableSpec(
-    HISTORY,
-    key=lambda row: (row["agent"], row["room"], row["nonce"]),
-    faulty=lambda row: row["state"] == "Failed",
-    room=lambda row: str(row["room"]),
-)
+AGENTS_TABLE = TableSpec(STATUS, ("name",))
+GROUPS_TABLE = TableSpec(GROUPS, ("fold", "group"))
+HEALTH_TABLE = TableSpec(HEALTH, ("code", "subject"))
+ROOMS_TABLE = TableSpec(ROOMS, ("agent", "room", "nonce"))
+TIMELINE_TABLE = TableSpec(TIMELINE, ("agent", "at_ns", "stage", "writer", "chunk", "layers"), opens_room=False)
+STAGING_TABLE = TableSpec(STAGING, ("agent",))
+ALLOCATIONS_TABLE = TableSpec(ALLOCATIONS, ("agent", "serial"))
+GATED_TABLE = TableSpec(GATED, ("agent", "room", "peer", "chunk", "layers"))
+LAYERS_TABLE = TableSpec(LAYERS, ("agent", "layers", "path"))
+PEERS_TABLE = TableSpec(PEERS, ("agent", "peer"))
+EVENTS_TABLE = TableSpec(EVENTS, ("agent", "sequence", "at_ns"))
+FAILED_TABLE = TableSpec(FAILED, ("room", "nonce", "failed_at_ns"))
+CAUSES_TABLE = TableSpec(CAUSES, ("code", "first_at_ns"))
+HISTORY_TABLE = TableSpec(HISTORY, ("agent", "room", "nonce"))
 VIEW_OF: Mapping[str, View] = {
     "overview": STATUS,
     "rooms": ROOMS,

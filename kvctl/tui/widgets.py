@@ -24,7 +24,7 @@ from kvctl.render.sanitize import one_line, printable
 from kvctl.render.terminal import GAP, fit_widths, natural_widths, table_header, table_row
 from kvctl.render.view import Column, Row, Width
 from kvctl.tui.drawing import rule, spread
-from kvctl.tui.palette import BY_NAME, DARK, Palette
+from kvctl.tui.palette import style
 from kvctl.tui.table_specs import Listing, TableSpec
 
 _WHEEL_LINES = 3
@@ -56,10 +56,6 @@ class Canvas(Widget, can_focus=True):
         self._drawn_for: object = None
         self._current = False
 
-    @property
-    def palette(self) -> Palette:
-        return BY_NAME.get(self.app.theme, DARK)
-
     def draw(self, width: int, height: int) -> Sequence[Line]:
         """Returns the lines below the title; at most `height` are shown."""
         raise NotImplementedError
@@ -82,7 +78,7 @@ class Canvas(Widget, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         size = self.size
-        drawn_for = (size, self.app.theme, self.has_focus)
+        drawn_for = (size, self.has_focus)
         if not self._current or self._drawn_for != drawn_for:
             drawn = self.draw(size.width, max(0, size.height - (self.heading is not None)))
             lines = [tuple(line) for line in [*self.title_lines(size.width), *drawn][: size.height]]
@@ -92,7 +88,7 @@ class Canvas(Widget, can_focus=True):
         return self._strips[y] if y < len(self._strips) else self._strip([], size.width)
 
     def _strip(self, line: Sequence[Span], width: int) -> Strip:
-        style, background = self.palette.style, self.background_style
+        background = self.background_style
         strip = Strip(
             [Segment(printable(text), style(f"{name} {background}" if background else name)) for text, name in line]
         )
@@ -342,16 +338,14 @@ class Table(Canvas):
         shown, total = len(listing.rows), listing.total
         spans: list[Span] = [(self.label, "")]
         spans.append((f"  {shown:,}" if shown == total else f"  {shown:,} of {total:,}", "dim"))
-        if listing.query.faults_only:
-            spans.append(("  faults only", "yellow"))
         if listing.query.filters:
             spans.append((f"  filter {listing.query.filters}", "yellow"))
         return spans
 
     def _without_rows(self, listing: Listing) -> Line:
         if listing.total:
-            reason = "faults only" if listing.query.faults_only else f"filter {listing.query.filters}"
-            return [(f"no row of {listing.total:,} matches: {reason} (Esc shows all)", "yellow")]
+            text = f"no row of {listing.total:,} matches: filter {listing.query.filters} (Esc shows all)"
+            return [(text, "yellow")]
         return self.empty or [(listing.spec.view.empty, "dim")]
 
     def _end(self, listing: Listing) -> int:

@@ -1,8 +1,8 @@
-"""View 1: health findings, summary and trends of the fleet, use of the staging rings, and agents."""
+"""View 1: health findings, summary and trends of the fleet, and agents."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from textual.app import ComposeResult
 
@@ -12,93 +12,26 @@ from kvctl.render.groups import outline as outline_of_groups
 from kvctl.render.report import Line, Span
 from kvctl.render.status import outline, runs
 from kvctl.render.view import Row
-from kvctl.tui.drawing import beside, chart, inline_chart, padded, sparkline, wrapped
+from kvctl.tui.drawing import beside, chart, inline_chart, wrapped
 from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
-from kvctl.tui.store import Series, Store
+from kvctl.tui.store import Store
 from kvctl.tui.table_specs import AGENTS_TABLE, GROUPS_TABLE, HEALTH_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
 
-_FULL_CELL, _FREE_CELL = "━", "─"
-_GAUGE_WIDTH = 10
-_USE_WIDTH = 16  # ` 100 % of 64 MiB`
-_GAUGE_GAP = 3
-_MIN_CURVE_WIDTH = 6
-_NEARLY_FULL = 0.8
 # Minimum width for curves beside the summary instead of below it.
 _WIDE = 110
 _GAP = 3
 _LABEL_WIDTH = 9
 _TALL = 34
-_ROWS_PER_GAUGE_LINE = 8
 _SECOND_NS = 1_000_000_000
 
 
-def gauges(
-    statuses: Sequence[Row], past: Mapping[str, Series], stale: Sequence[str], width: int, most: int
-) -> tuple[list[Line], int]:
-    """Draws a gauge of ring use for each rank that has a staging ring.
-
-    Args:
-        statuses: answers to `status`.
-        past: recent use of each ring as a ratio, by agent.
-        stale: names of agents that do not answer at present.
-        width: width in cells.
-        most: maximum number of lines; if not all gauges fit, only the fullest rings are shown.
-
-    Returns:
-        The lines, and the number of rings that are not shown.
-    """
-    ranks = [row for row in statuses if row.get("ring") and row["ring"]["size_bytes"]]
-    if not ranks:
-        return [[("no decode rank has a staging ring" if statuses else "not read yet", "dim")]], 0
-    names = max(len(row["name"]) for row in ranks)
-    min_width = names + 1 + _GAUGE_WIDTH + _USE_WIDTH + _GAUGE_GAP
-    across = max(1, min(width // min_width, -(-len(ranks) // most)))
-    left_out = max(0, len(ranks) - across * most)
-    if left_out:
-        fullest = sorted(ranks, key=_ratio, reverse=True)[: across * most]
-        ranks = [row for row in ranks if row in fullest]
-    cell = width // across
-    drawn = [_gauge(row, past.get(row["name"]), names, cell - _GAUGE_GAP, row["name"] in stale) for row in ranks]
-    lines: list[Line] = [
-        [span for each in drawn[first : first + across] for span in padded(each, cell)]
-        for first in range(0, len(drawn), across)
-    ]
-    return lines, left_out
-
-
-def _ratio(row: Row) -> float:
-    return float(row["ring"]["used_bytes"] / row["ring"]["size_bytes"])
-
-
-def _gauge(row: Row, past: Series | None, names: int, width: int, stale: bool) -> list[Span]:
-    ring, ratio = row["ring"], _ratio(row)
-    style = "dim" if stale else "bold yellow" if ratio > _NEARLY_FULL else "cyan"
-    high = f"  high {units.percent(round(ring['high_water_bytes'] / ring['size_bytes'], 2)):<6}"
-    use = f"{units.percent(round(ratio, 2)):>6} of {units.size(ring['size_bytes'])}"
-    full = round(max(0.0, min(1.0, ratio)) * _GAUGE_WIDTH)
-    spans: list[Span] = [
-        (f"{row['name']:<{names}} ", "dim" if stale else ""),
-        (_FULL_CELL * full, style),
-        (_FREE_CELL * (_GAUGE_WIDTH - full), "dim"),
-        (use, "dim" if stale else "bold"),
-    ]
-    left = width - names - 1 - _GAUGE_WIDTH - len(use)
-    if left >= len(high):
-        spans.append((high, "dim"))
-        left -= len(high)
-    if past is not None and left > _MIN_CURVE_WIDTH:
-        spans.append((sparkline(past, left, top=1.0)[0], style))
-    return spans
-
-
 class OverviewPanel(Panel):
-    """Health findings, summary and trends of the fleet, gauges of its staging rings, and the table of agents."""
+    """Health findings, summary and trends of the fleet, and the table of agents."""
 
     DEFAULT_CSS = """
     OverviewPanel #overview-health { height: auto; max-height: 30%; }
-    OverviewPanel #overview-rings { max-height: 25%; }
     """
     MAIN_TABLE = "overview-agents"
 
@@ -113,7 +46,6 @@ class OverviewPanel(Panel):
         yield Table("health", id="overview-health")
         yield Picture(id="overview-remedy")
         yield Picture(id="overview-fleet")
-        yield Picture(id="overview-rings")
         yield Table("agents", id="overview-agents")
 
     def question(self, store: Store) -> Question:
@@ -126,17 +58,8 @@ class OverviewPanel(Panel):
         statuses = store.statuses()
         self._health(store)
         fresh = [row for row in statuses if store.stale_ns(row["name"]) is None or not runs(row)]
-        fleet, rings = self.query_one("#overview-fleet", Picture), self.query_one("#overview-rings", Picture)
+        fleet = self.query_one("#overview-fleet", Picture)
         fleet.show(lambda width: self._fleet(store, fresh, width), ([("fleet", "")], []))
-        stale = [agent.name for agent in store.silent]
-        most = max(2, self._height // _ROWS_PER_GAUGE_LINE)
-        ranks = [row for row in statuses if runs(row)]
-        _, left_out = gauges(ranks, store.trends.rings, stale, self.size.width, most)
-        note = f"the fullest; {left_out} more not shown" if left_out else ""
-        rings.show(
-            lambda width: gauges(ranks, store.trends.rings, stale, width, most)[0],
-            ([("staging rings", "")], [(note, "dim")] if note else []),
-        )
         folded = len(store.agents) > FOLD_ABOVE and query == TableQuery()
         self.main.label = "instances" if folded else "agents"
         if not folded:

@@ -9,9 +9,9 @@ from textual.containers import Vertical
 from textual.message import Message
 
 from kvctl.client.calls import Call
+from kvctl.render.data import tsv
 from kvctl.render.report import Line
 from kvctl.render.view import Row
-from kvctl.tui import export
 from kvctl.tui.feed import Question
 from kvctl.tui.store import Store
 from kvctl.tui.table_specs import TableQuery, TableSpec, listing
@@ -62,12 +62,16 @@ class Panel(Vertical):
         """Handles Enter on a row; returns False to open the row in a panel of its own."""
         return False
 
+    def record(self, row: Row) -> Sequence[Row]:
+        """Returns the rows of the table to show in full, if Enter is pressed on a row that has no room."""
+        return [row]
+
     def clipboard(self) -> tuple[str, str]:
         """Returns the text to copy and its description; both are "" if there is nothing to copy."""
         table = self.table
         if table is None or table.listing is None or table.row is None:
             return "", ""
-        return export.row_with_header(table.listing, table.row), f"one row of {table.label} with its header"
+        return tsv(table.listing.spec.view.columns, [table.row]), f"one row of {table.label} with its header"
 
     def enter(self) -> None:
         """Focuses a widget of the panel; called when the panel is shown."""

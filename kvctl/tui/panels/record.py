@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from textual.app import ComposeResult
 
@@ -36,7 +36,7 @@ class RecordPanel(Panel):
         self._origin: Panel | None = None
         self._table: Table | None = None
         self._spec: TableSpec | None = None
-        self._rows: dict[Hashable, Row] = {}
+        self._rows: dict[tuple[str, ...], Row] = {}
 
     def open(self, title: str, origin: Panel, table: Table, rows: Sequence[Row]) -> None:
         """Sets the rows that the panel shows.

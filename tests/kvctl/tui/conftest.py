@@ -50,7 +50,6 @@ class Specimen:
         self.rooms = rooms
         self.silent: set[str] = set()
         self.gone: set[str] = set()
-        self.level = "admin"
 
     @property
     def names(self) -> list[str]:
@@ -66,7 +65,7 @@ class Specimen:
             elif name in self.silent:
                 found.faults.append(timed_out(name, 2 * S, local=True))
             else:
-                hello = {**self._canned.hello(name), "level": self.level, "now_ns": found.at_ns}
+                hello = {**self._canned.hello(name), "now_ns": found.at_ns}
                 data = {}
                 for call in calls:
                     answer = getattr(self, f"_{call.command}")(name, beat, **call.args)
@@ -311,7 +310,6 @@ class StillFeed:
         self.paused = False
         self.problem = ""
         self.wanted: list[Question] = []
-        self.acts: list[Sequence[tuple[str, Call]]] = []
         self.stopped = False
         self._deliver: Callable[[Reading], None] = lambda reading: None
 
@@ -349,10 +347,6 @@ class StillFeed:
         self.paused = True
         self.beats = max(0, self.beats + step)
         self._read(self.wanted[-1], self.beats)
-
-    def act(self, orders: Sequence[tuple[str, Call]], done: Callable[[str], None]) -> None:
-        self.acts.append(orders)
-        done(f"{orders[0][1].command}: done on {len(orders)} agents")
 
     def stop(self) -> None:
         self.stopped = True
@@ -398,17 +392,16 @@ def large(canned: ModuleType) -> Specimen:
 
 @pytest.fixture
 def build() -> Build:
-    """Builds an app that reads a specimen: `build(specimen, view, recorded=…, readonly=…)`."""
+    """Builds an app that reads a specimen: `build(specimen, view, recorded=…)`."""
 
     def make(
         specimen: Specimen,
         view: str = "overview",
         recorded: bool = False,
-        readonly: bool = False,
         findings: Sequence[Finding] = (),
     ) -> TopApp:
         nobody = "no agent found in /run/kvctl. Start some here: kvctl demo"
-        mode = Mode(source="fleet.kvrec" if recorded else "", no_agents=lambda survey: nobody, readonly=readonly)
+        mode = Mode(source="fleet.kvrec" if recorded else "", no_agents=lambda survey: nobody)
         app = TopApp(StillFeed(specimen, recorded), mode, view, clock=lambda: 0)
         app.store.findings = findings
         app.store.examined_at_ns = NOW + 1000 * S

@@ -1,13 +1,11 @@
-"""Layout of lines, sparklines, gauges, matrix and SVG."""
+"""Layout of lines, sparklines, peers and SVG."""
 
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -15,13 +13,11 @@ from rich.segment import Segment
 from rich.style import Style
 
 from kvctl.render import units
-from kvctl.render.peers import Pairs
 from kvctl.render.report import Line
 from kvctl.tui.drawing import beside, chart, cut, inline_chart, length, padded, rule, sparkline, spread, wrapped
-from kvctl.tui.palette import PALETTES, Palette
+from kvctl.tui.palette import BACKGROUND, BAR, COLOURS, CURSOR, FOREGROUND
 from kvctl.tui.panels.layers import over_agents
-from kvctl.tui.panels.overview import gauges
-from kvctl.tui.panels.peers import draw_matrix
+from kvctl.tui.panels.peers import worst_first
 from kvctl.tui.snapshot import picture
 
 TEXT = st.text(st.characters(categories=("L", "N", "P", "Zs")), max_size=30)
@@ -92,66 +88,36 @@ def test_charts_fit(values: list[float | None], width: int) -> None:
     assert length(inline_chart("GB/s", values, human, width, "green")) == width
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 32])
-@pytest.mark.parametrize("width", [76, 118, 198])
-def test_gauges_fit_and_the_fullest_are_shown(ranks: int, width: int) -> None:
-    rows = [
-        {
-            "name": f"decode-{rank}",
-            "ring": {"size_bytes": 64 << 20, "used_bytes": rank << 20, "high_water_bytes": 64 << 20},
-        }
-        for rank in range(ranks)
-    ]
-    past = {row["name"]: deque() for row in rows}
-    lines, left_out = gauges(rows, past, ["decode-0"], width, 3)
-    assert len(lines) <= 3
-    assert all(length(line) <= width for line in lines)
-    shown = [row["name"] for row in rows if any(f"{row['name']} " in words(line) for line in lines)]
-    assert len(shown) + left_out == ranks
-    assert f"decode-{ranks - 1}" in shown
-
-
-def test_a_ring_that_is_promised_more_than_once_is_full() -> None:
-    row = {"name": "decode-0", "ring": {"size_bytes": 2, "used_bytes": 7, "high_water_bytes": 2}}
-    lines, _ = gauges([row], {}, [], 80, 3)
-    assert "━━━━━━━━━━ 350 %" in words(lines[0])
-
-
 def test_medians_over_agents_have_writers_before_readers(specimen: Any) -> None:
     rows = [row for name in specimen.names for row in specimen._layers(name, 0)]
     assert [row["agent"] for row in over_agents(rows)] == ["writers"] * 4 + ["readers"] * 4
     assert over_agents([]) == []
 
 
-def test_a_pair_is_as_bad_as_its_worse_end(specimen: Any) -> None:
-    rows = [row for name in specimen.names for row in specimen._peers(name, 0)]
-    next(row for row in rows if (row["agent"], row["peer"]) == ("decode-0", "prefill-0"))["state"] = "lost"
-    drawn = draw_matrix(Pairs({"decode-9": "decode"}, rows), ("prefill-0", "decode-0"), 0, 9, 80)
-    lines = [words(line).split() for line in drawn]
-    assert lines[0] == ["d"] * 5
-    assert lines[1] == ["0", "1", "2", "3", "9"]
-    assert lines[2] == ["prefill-0", "[✕]", "●", "●", "●", "·"]
-    assert lines[3] == ["prefill-1", "●", "●", "◐", "●", "·"]
-    assert lines[5] == ["prefill-3", "●", "●", "●", "≠", "·"]
-
-
-COLOURS = ("#ffffff", "#000000")
-
-
 @given(st.lists(st.lists(st.tuples(TEXT, st.booleans()), max_size=5), min_size=1, max_size=6))
 def test_pictures_are_well_formed_whatever_is_in_them(lines: list[list[tuple[str, bool]]]) -> None:
     style = [Style(color="#ff0000", bgcolor="#0000ff", reverse=turned) for turned in (False, True)]
-    root = ET.fromstring(picture([[Segment(t, style[r]) for t, r in line] for line in lines], 200, *COLOURS))
+    root = ET.fromstring(picture([[Segment(t, style[r]) for t, r in line] for line in lines], 200))
     drawn = "".join(each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text"))
     typed = "".join(text for line in lines for text, _ in line)
     assert "".join(drawn.split()) == "".join(typed.split())
 
 
 def test_a_run_stands_where_it_stands() -> None:
-    root = ET.fromstring(picture([[Segment("ab  cd"), Segment("██", Style(bold=True))]], 20, *COLOURS))
+    root = ET.fromstring(picture([[Segment("ab  cd"), Segment("██", Style(bold=True))]], 20))
     texts = [(each.text, each.get("x")) for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[:2] == [("ab\xa0\xa0cd", "0"), ("██", "73.2")]
     assert root.get("viewBox") == "0 0 272 52.4"
+
+
+def test_peers_come_worst_first(specimen: Any) -> None:
+    rows = [row for name in specimen.names for row in specimen._peers(name, 0)]
+    rows[7]["errors_total"] = 3
+    for most in (2, 5, 32, 99):
+        found = [row["state"] for row in worst_first(rows, most)]
+        assert found == (["refused"] * 2 + ["suspect"] * 2 + ["ready"] * 28)[:most]
+    assert worst_first(rows, 5)[4] is rows[7]
+    assert len({id(row) for row in worst_first(rows)}) == len(rows) == 32
 
 
 def luminance(colour: str) -> float:
@@ -160,12 +126,11 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("palette", PALETTES, ids=lambda palette: palette.name)
-def test_every_colour_can_be_read_on_every_background(palette: Palette) -> None:
-    for ground in (palette.background, palette.bar, palette.cursor):
-        for name, colour in {**palette.colours, "foreground": palette.foreground, "accent": palette.accent}.items():
+def test_every_colour_can_be_read_on_every_background() -> None:
+    for ground in (BACKGROUND, BAR, CURSOR):
+        for name, colour in {**COLOURS, "rule": FOREGROUND}.items():
             bright, dark = sorted((luminance(colour), luminance(ground)), reverse=True)
-            least = 4.5 if ground != palette.cursor else 3.0
+            least = 4.5 if ground != CURSOR else 3.0
             assert (bright + 0.05) / (dark + 0.05) >= least, f"{name} on {ground}"
 
 

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Discovery, Endpoint
-from kvctl.client.fanout import Reply
-from kvctl.client.faults import Fault
+from kvctl.client.endpoints import Discovery
 from kvctl.client.fleet import Survey
 from kvctl.errors import CliError
 from kvctl.tui.feed import Feed, Question, Reading
@@ -31,7 +29,6 @@ class FakeSource:
     def __init__(self) -> None:
         self.asked: queue.Queue[Sequence[Call]] = queue.Queue()
         self.trouble: Exception | None = None
-        self.told: list[tuple[str, Call]] = []
         self.entered = self.left = False
 
     def __enter__(self) -> FakeSource:
@@ -50,21 +47,12 @@ class FakeSource:
     def advance(self) -> bool:
         return True
 
-    def ask(self, requests: Sequence[tuple[Endpoint, Call]]) -> list[Reply]:
-        self.told += [(endpoint.name, call) for endpoint, call in requests]
-        fault = Fault("decode-0", "refused", "it is being scattered")
-        return [
-            Reply(endpoint, call, None, fault if endpoint.name == "decode-0" else None, 0, 0, 0)
-            for endpoint, call in requests
-        ]
-
 
 class FakeRecording(FakeSource):
     """A recording with three moments."""
 
     moments = (100, 200, 300)
     moment = 0
-    ask = None  # type: ignore[assignment]
 
     def seek(self, index: int) -> None:
         self.moment = index
@@ -207,24 +195,6 @@ def test_a_recording_plays_on_is_turned_and_stays_at_its_ends(run: Any) -> None:
     started.feed.seek(-7)
     while (reading := started.next("rooms")).position.index != 0:
         pass
-
-
-def test_orders_are_carried_out_and_what_was_refused_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = run(FakeSource())
-    started.feed._endpoints = {name: Endpoint(name, Path(f"/run/{name}.sock")) for name in ("decode-0", "prefill-0")}
-    said: queue.Queue[str] = queue.Queue()
-    call = Call("status")
-    started.feed.act([("decode-0", call), ("prefill-0", call), ("prefill-9", call)], said.put)
-    text = said.get(timeout=PATIENCE_S)
-    assert text == "status: done on 1 of 3 agents; prefill-9 is gone; decode-0: it is being scattered"
-    assert [name for name, _ in started.source.told] == ["decode-0", "prefill-0"]
-
-
-def test_a_recording_cannot_be_told_anything(run: Any) -> None:
-    started = run(FakeRecording())
-    said: queue.Queue[str] = queue.Queue()
-    started.feed.act([("decode-0", Call("status"))], said.put)
-    assert said.get(timeout=PATIENCE_S) == "a recording accepts no commands"
 
 
 def test_findings_come_with_the_health_readings(run: Any) -> None:

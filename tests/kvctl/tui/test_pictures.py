@@ -92,7 +92,7 @@ def test_a_room(size: tuple[int, int], specimen, build, drive) -> None:
 
 
 def test_dialogs(specimen, build, drive) -> None:
-    dialogs = {"help": ("question_mark",), "sort": ("s",), "filter": ("slash", "a"), "abort": ("a",)}
+    dialogs = {"help": ("question_mark",), "sort": ("s",), "filter": ("slash", "a")}
 
     async def script(pilot: Any) -> None:
         for name, keys in dialogs.items():
@@ -106,17 +106,6 @@ def test_dialogs(specimen, build, drive) -> None:
             await pilot.pause()
 
     drive(build(specimen, "rooms"), script, (80, 24))
-
-
-def test_themes(specimen, ill, build, drive) -> None:
-    async def script(pilot: Any) -> None:
-        await through_time(pilot, PAST)
-        for theme in ("light", "high-contrast"):
-            pilot.app.theme = theme
-            await pilot.pause()
-            check(HERE / "golden" / f"overview-{theme}.svg", svg(pilot.app))
-
-    drive(build(specimen, findings=ill), script)
 
 
 def test_pictures_fetch_nothing_and_are_small() -> None:

@@ -185,17 +185,6 @@ def test_findings_are_kept_with_their_moment(specimen: Any, ill: Any) -> None:
     assert store.now_ns - store.examined_at_ns == 3 * S
 
 
-@pytest.mark.parametrize(("level", "allowed"), [("read", False), ("operate", True), ("admin", True)])
-def test_what_we_may_do_is_what_the_agent_lets_us(level: str, allowed: bool, specimen: Any) -> None:
-    from kvctl_agent.contract.commands import Level
-
-    specimen.level = level
-    store = Store()
-    take(store, specimen, 0)
-    assert store.may("decode-0", Level.OPERATE) is allowed
-    assert not store.may("decode-77", Level.READ)
-
-
 def test_the_health_codes_read_fewer_rows_than_a_panel_which_keeps_its_own(specimen: Any) -> None:
     store = Store()
     take(store, specimen, 0, Question("history", (Call("status"), Call("history", {"limit": 90}))))
