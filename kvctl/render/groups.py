@@ -17,7 +17,7 @@ from typing import Any
 from kvctl.client.instances import instances
 from kvctl.client.names import natural_key, replaced_by
 from kvctl.render.report import Grid
-from kvctl.render.status import GROUPS, FleetSummary, device_kind, runs, summarise
+from kvctl.render.status import GROUPS, Totals, device_kind, runs
 from kvctl.render.view import Row
 
 _SLOW = 3.0
@@ -50,7 +50,7 @@ class Group:
         silent: rows of agents that have ended, and of those that did not answer, which have only name, host and health.
         missing: number of ranks of the group's instances of which no agent is known.
         oddities: why each odd agent is odd, by name.
-        summary: totals of the ranks; None if none answered.
+        totals: totals of the ranks.
     """
 
     by: By
@@ -59,7 +59,7 @@ class Group:
     silent: Sequence[Row]
     missing: int
     oddities: Mapping[str, Sequence[str]]
-    summary: FleetSummary | None
+    totals: Totals
 
     @property
     def odd(self) -> bool:
@@ -130,7 +130,7 @@ def _group(by: By, name: str, members: Sequence[Row], odd: Mapping[str, Sequence
     missing = 0 if by is By.HOST else sum(_missing(known).values())
     reasons = {row["name"]: odd[row["name"]] for row in members if row["name"] in odd}
     silent = [row for row in members if not runs(row)]
-    return Group(by, name, ranks, silent, missing, reasons, summarise(ranks) if ranks else None)
+    return Group(by, name, ranks, silent, missing, reasons, Totals(ranks))
 
 
 def _missing(ranks: Iterable[Row]) -> dict[str, int]:
@@ -309,27 +309,23 @@ def _lines(group: Group) -> list[Row]:
 
 
 def _line(group: Group, name: str = "") -> Row:
-    hosts, summary, known = group.hosts, group.summary, len(group.ranks) + len(group.silent)
-    line: dict[str, Any] = {
+    hosts, known = group.hosts, len(group.ranks) + len(group.silent)
+    return {
         "group": name or (f"host {group.name}" if group.by is By.HOST else group.name),
         "role": " ".join(group.roles) or None,
         "hosts": hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts",
         "up": f"{len(group.ranks)} of {known + group.missing}",
         "health": ", ".join(group.reasons) or "ok",
+        "totals": group.totals,
     }
-    if summary is not None:
-        line |= summary.columns
-    return line
 
 
 def _rank_line(row: Row, reasons: Sequence[str]) -> Row:
-    line: dict[str, Any] = {
+    return {
         "group": f"{_BELOW}{row['name']}",
         "name": row["name"],
         "role": row.get("role"),
         "hosts": row.get("host"),
         "health": ", ".join([*reasons, *row["health"]] if _ABSENT & {*reasons} else reasons) or "ok",
+        "totals": Totals([row] if runs(row) else ()),
     }
-    if runs(row):
-        line |= summarise([row]).columns
-    return line

@@ -75,7 +75,7 @@ def _row(group: Group, survey: Survey) -> dict[str, Any]:
         "draining": sum(bool(row.get("draining")) for row in group.ranks),
         "versions": sorted({row["version"] for row in group.ranks}),
     }
-    if (summary := group.summary) is not None:
+    if (summary := group.totals.summary) is not None:
         found |= {**summary.columns, "done": summary.succeeded_total, "rooms": dict(summary.active)}
     return found
 

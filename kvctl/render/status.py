@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -94,6 +95,16 @@ STATUS_LINES = View(
 )
 
 
+def _total(key: str) -> Callable[[Row], Any]:
+    """Returns a function that reads a total of a row of GROUPS, which is computed for rows on screen only."""
+
+    def value(row: Row) -> Any:
+        summary = row["totals"].summary if "totals" in row else None
+        return None if summary is None else summary.columns[key]
+
+    return value
+
+
 _HEALTH_STYLES = {"ok": "green", "draining": "yellow", "": "bold red"}
 
 GROUPS = View(
@@ -103,12 +114,24 @@ GROUPS = View(
         Column("role", help="prefill, decode or both.", styles=palette.ROLES),
         Column("hosts", help="Name of the host; the number of hosts if there are several."),
         Column("up", help="Agents that answered, of those that are known or missing."),
-        Column("active", Kind.COUNT, help="Active rooms."),
-        Column("failed", Kind.COUNT, help="Rooms failed since the start."),
-        Column("gb_per_s", Kind.RATE, help="Sum of the ranks' rates while rooms are open.", header="GB/S"),
-        Column("p50", Kind.DURATION, Width.NORMAL, "Median over the ranks' median latencies."),
-        Column("p99", Kind.DURATION, Width.NORMAL, "Largest of the ranks' 99th percentiles of latency."),
-        Column("ring", Kind.RATIO, Width.NORMAL, "Share of all rings in use."),
+        Column("active", Kind.COUNT, help="Active rooms.", path=_total("active")),
+        Column("failed", Kind.COUNT, help="Rooms failed since the start.", path=_total("failed")),
+        Column(
+            "gb_per_s",
+            Kind.RATE,
+            help="Sum of the ranks' rates while rooms are open.",
+            path=_total("gb_per_s"),
+            header="GB/S",
+        ),
+        Column("p50", Kind.DURATION, Width.NORMAL, "Median over the ranks' median latencies.", path=_total("p50_ns")),
+        Column(
+            "p99",
+            Kind.DURATION,
+            Width.NORMAL,
+            "Largest of the ranks' 99th percentiles of latency.",
+            path=_total("p99_ns"),
+        ),
+        Column("ring", Kind.RATIO, Width.NORMAL, "Share of all rings in use.", path=_total("ring_ratio")),
         Column(
             "health",
             help="ok; or why the group is odd: health codes, silent or missing agents, draining, slow (less than a "
@@ -484,6 +507,18 @@ class FleetSummary:
             "p99_ns": self.p99_ns,
             "ring_ratio": self.ring_ratio,
         }
+
+
+class Totals:
+    """Totals of ranks, summed up when they are read."""
+
+    def __init__(self, ranks: Sequence[Status]) -> None:
+        self._ranks = ranks
+
+    @cached_property
+    def summary(self) -> FleetSummary | None:
+        """Totals of the ranks; None if there are none."""
+        return summarise(self._ranks) if self._ranks else None
 
 
 def summarise(statuses: Iterable[Status]) -> FleetSummary:

@@ -277,9 +277,14 @@ class Table(Canvas):
             self.styles.height = height
 
     @property
+    def shown(self) -> Sequence[Row]:
+        """The filtered and sorted rows."""
+        return self.listing.rows if self.listing else ()
+
+    @property
     def row(self) -> Row | None:
         """The row under the cursor; None if the table has no rows."""
-        rows = self.listing.rows if self.listing else ()
+        rows = self.shown
         return rows[self.cursor] if self.cursor < len(rows) else None
 
     @property

@@ -13,7 +13,7 @@ from kvctl.render.report import Line
 from kvctl.render.view import Row
 from kvctl.tui.panels.panel import Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import LAYERS_TABLE, TableQuery, listing
+from kvctl.tui.table_specs import LAYERS_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
 from kvctl_agent.contract.states import STAGES
 
@@ -66,8 +66,7 @@ class LayersPanel(Panel):
         yield Table("layer groups", id="layers-table")
 
     def render_store(self, store: Store, query: TableQuery) -> None:
-        rows = store.rows("layers")
-        show(self.main, LAYERS_TABLE, rows, store, query)
-        shown = over_agents(listing(LAYERS_TABLE, rows, query).rows)
+        show(self.main, LAYERS_TABLE, store.rows("layers"), store, query)
+        shown = over_agents(self.main.shown)
         waterfall = self.query_one("#layers-waterfall", Picture)
         waterfall.show(lambda width: draw_waterfall(shown, width) if shown else [], ([("waterfall", "")], _MEDIANS))

@@ -9,7 +9,7 @@ from kvctl.render.rooms import cause_rows
 from kvctl.tui.feed import Question
 from kvctl.tui.panels.panel import STATUS, Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import CAUSES_TABLE, FAILED_TABLE, HISTORY_TABLE, ROOMS_TABLE, TableQuery, listing
+from kvctl.tui.table_specs import CAUSES_TABLE, FAILED_TABLE, HISTORY_TABLE, ROOMS_TABLE, TableQuery
 from kvctl.tui.widgets import Table
 
 # Maximum number of rows of all agents together: as many as can be decoded and sorted each second with a few percent of
@@ -86,6 +86,5 @@ class FailedPanel(Panel):
         note = f"{dropped:,} records no longer kept (failed_rooms)" if dropped else ""
         show(self.main, FAILED_TABLE, rows, store, query, note)
         causes = self.query_one("#failed-causes", Table)
-        shown = listing(FAILED_TABLE, rows, query).rows
-        show(causes, CAUSES_TABLE, cause_rows(shown), store, TableQuery())
+        show(causes, CAUSES_TABLE, cause_rows(self.main.shown), store, TableQuery())
         causes.fit_height()

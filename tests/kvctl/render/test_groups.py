@@ -175,8 +175,8 @@ def test_totals_of_a_group(ranks: Any) -> None:
     rows: list[Row] = [*placed(ranks(2))]
     decode, prefill = groups(rows, By.INSTANCE)
     assert (decode.name, decode.hosts, decode.roles, decode.odd) == ("decode", ["n1"], ["decode"], False)
-    assert decode.summary is not None
-    assert prefill.summary is not None
-    assert decode.summary.ring_ratio == 0.375
-    assert sum(decode.summary.active.values()) == 6, "a room counts once per instance"
-    assert prefill.summary.ring_ratio is None
+    assert decode.totals.summary is not None
+    assert prefill.totals.summary is not None
+    assert decode.totals.summary.ring_ratio == 0.375
+    assert sum(decode.totals.summary.active.values()) == 6, "a room counts once per instance"
+    assert prefill.totals.summary.ring_ratio is None
