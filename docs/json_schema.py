@@ -256,7 +256,6 @@ MEANINGS: Mapping[str, str] = {
     "scattered": "cells in their pages",
     "sent": "cells sent",
     "serial": "number of the allocation, never reused",
-    "sha256": "checksum of the file",
     "size_bytes": "size",
     "state": "state",
     "tail": "offset in the ring, bytes",
@@ -266,7 +265,6 @@ MEANINGS: Mapping[str, str] = {
     "verified": "whether every received byte was compared and right",
     "waits_for": "why they have not arrived",
     "watermark": "oldest allocation of the ring that is not free",
-    "what": "contents",
     "window_ns": "time over which it was measured",
     "writer": "rank that writes",
 }

@@ -85,10 +85,7 @@ def health() -> None:
         ("Findings, the worst first", "kvctl health"),
         ("Stop a script if there is a problem", "kvctl health -q || exit 1"),
         ("Critical findings only, every 10 s", "kvctl health --filter 'severity=critical' -w 10"),
-        (
-            "Without a code, and one agent of another",
-            "kvctl health --ignore KV_LANE_SLOW --ignore KV_PEER_LOST:decode-0",
-        ),
+        ("Without one code for one agent", "kvctl health --ignore KV_PEER_LOST:decode-0"),
     ],
 )
 @ignore_option

@@ -8,7 +8,6 @@ import pytest
 
 from kvctl.commands.peers import refusals
 from kvctl.render.peers import draw_matrix, pairs
-from kvctl.tui.table_specs import PEERS_TABLE
 
 
 def end(agent: str, peer: str, state: str = "ready", **more: Any) -> dict[str, Any]:
@@ -50,7 +49,6 @@ def test_a_pair_is_the_worse_of_its_ends(ours: str | None, theirs: str | None, s
 def test_an_observed_engine_counts_no_errors() -> None:
     (pair,) = pairs(roles("prefill-0", "decode-0"), [end("prefill-0", "decode-0", errors_total=None)])
     assert pair["errors_total"] is None
-    assert not PEERS_TABLE.faulty(end("prefill-0", "decode-0", errors_total=None))
 
 
 def test_a_peer_that_cannot_be_asked_is_no_one_sided_link() -> None:
