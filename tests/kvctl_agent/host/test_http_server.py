@@ -55,7 +55,9 @@ def port_of(server: PageServer) -> tuple[str, int]:
 def test_a_page_answers() -> None:
     with serving() as server:
         assert get(server, "/hello?you") == (200, "hello")
-        assert get(server, "/hello", "HEAD") == (200, "")
+        with socket.create_connection(port_of(server)) as client, client.makefile("rb") as answer:
+            client.sendall(b"HEAD /hello HTTP/1.1\r\n\r\n")
+            assert answer.read().partition(b"\r\n\r\n")[2] == b""
         assert get(server, "/hello", "POST")[0] == 501
 
 
@@ -120,6 +122,8 @@ def test_clients_beyond_the_limit_wait_in_the_queue_while_all_others_wait_for_an
     with serving(slow=slow) as server, ThreadPoolExecutor(12) as clients:
         answers = [clients.submit(get, server, "/slow") for _ in range(12)]
         until(lambda: sum(client.waits for client in list(server._clients)) == 4, "four wait")
+        time.sleep(0.2)
+        assert len(server._clients) == 4
         done.set()
         assert [each.result() for each in answers] == [(200, "done")] * 12
 

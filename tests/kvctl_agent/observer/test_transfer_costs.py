@@ -38,7 +38,9 @@ def fold(records: list[Any], tokens: dict[int, int], fit: TransferFit | None = F
         listed.append(None)
         return records
 
-    transfers = Namespace(in_transfer=lambda: tokens, fit=lambda name, now_ns: fit, ahead=lambda now_ns: Ahead())
+    transfers = Namespace(
+        in_transfer=lambda: tokens, fit=lambda name, now_ns: fit, ahead=lambda now_ns: Ahead(tokens=32)
+    )
     return Namespace(transfers=transfers, rooms=Namespace(active=active), listed=listed)
 
 
@@ -58,7 +60,7 @@ def test_rooms_are_listed_once_for_all_peers() -> None:
 @pytest.mark.parametrize(("tokens", "alone_ms", "pages"), [(16, 3, 1), (24, 3.5, 2), (128, 10, 8)])
 def test_a_prompt_costs_a_fixed_time_and_that_of_its_tokens(tokens: int, alone_ms: float, pages: int) -> None:
     _, (row,) = transfer_costs("prefill-0", [peer("decode-0")], fold([], {}), tokens, 1)
-    assert (row["alone_ns"], row["predicted_ns"]) == (alone_ms * MS, alone_ms * MS)
+    assert (row["alone_ns"], row["predicted_ns"]) == (alone_ms * MS, (alone_ms + 2) * MS)
     assert (row["bytes"], row["bytes_per_token"], row["basis"], row["path"]) == (
         pages * 1000,
         1000 / 16,
