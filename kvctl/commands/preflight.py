@@ -23,6 +23,7 @@ from kvctl.commands.stdio import progress
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity, counted
 from kvctl.lab.preflight.judge import findings, pair_rows
+from kvctl.lab.preflight.manifest import manifest
 from kvctl.lab.preflight.run import Options, PlannedRank, Preflight, Results, place_ranks
 from kvctl.lab.ranks.planner import plan as make_plan
 from kvctl.lab.ranks.request import DEVICES, Load, Tokens
@@ -60,9 +61,7 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def _command(text: str) -> tuple[str, ...]:
-    if not text.strip():
-        raise ValueError("no command is given")
-    return tuple(shlex.split(text))
+    return tuple(shlex.split(_given(text, "command")))
 
 
 def _deadline(text: str) -> int:
@@ -70,6 +69,12 @@ def _deadline(text: str) -> int:
     if deadline_ns < _LEAST_DEADLINE_NS:
         raise ValueError(f"{text!r} is less than 100ms")
     return deadline_ns
+
+
+def _given(text: str, noun: str = "image") -> str:
+    if not text.strip():
+        raise ValueError(f"no {noun} is given")
+    return text
 
 
 def _plain_command(text: str) -> tuple[str, ...]:
@@ -92,6 +97,10 @@ def _options() -> list[click.Parameter]:
     python = "Python on the hosts that has kvctl and the engine."
     env = "Variable of the ranks, as of the workers: UCX_NET_DEVICES, UCX_TLS, …. Repeatable."
     deadline = "Longest time of each connection, message and write; at least 100ms."
+    image = (
+        "Start nothing: print a Kubernetes Job with a pod of IMAGE on each HOST, the name of a node, in which the "
+        "preflight can then run."
+    )
     params = "Parameters of the transport, as the key transport_params: protocol=rdma for Mooncake."
     return [
         click.Argument(["hosts"], nargs=-1, required=True, metavar="HOST...", type=Parsed("host", _host)),
@@ -104,6 +113,7 @@ def _options() -> list[click.Parameter]:
         grouped_option(start, "--ssh", "COMMAND", ssh, _command),
         grouped_option(start, "--python", "COMMAND", python, _plain_command, default="python3"),
         grouped_option(start, "--env environment", "NAME=VALUE", env, _assignment, multiple=True),
+        grouped_option(start, "--manifest", "IMAGE", image, _given),
     ]
 
 
@@ -122,8 +132,8 @@ def _params(text: str) -> dict[str, str]:
             "kvctl preflight gpu1 gpu2 --prefill-tp 8 --decode-tp 8 --device cuda --env UCX_NET_DEVICES=mlx5_0:1",
         ),
         (
-            "In two pods of Kubernetes",
-            "kvctl preflight pod-1 pod-2 --prefill-tp 8 --decode-tp 8 --ssh 'kubectl exec -i {host} --'",
+            "A Job for two nodes of Kubernetes",
+            "kvctl preflight node-1 node-2 --prefill-tp 8 --decode-tp 8 --manifest example/worker:1 > job.yaml",
         ),
     ],
 )
@@ -156,6 +166,9 @@ def preflight(settings: Settings, hosts: tuple[tuple[str, str], ...], **options:
         options["python"],
         options["deadline"] / 1e9,
     )
+    if options["manifest"] is not None:
+        output.write(manifest(options["manifest"], [*addresses], ranks, chosen))
+        return
     shown = sys.stderr.isatty() and not settings.quiet
     try:
         with Preflight(addresses, ranks, pairs, chosen, progress if shown else lambda _: None) as run:

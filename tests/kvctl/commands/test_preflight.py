@@ -1,4 +1,4 @@
-"""`kvctl preflight`: refused options, and processes on this host, which the command of --ssh starts."""
+"""`kvctl preflight`: refused options, the manifest, and processes on this host, which the command of --ssh starts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
 from docs.json_schema import document_conflicts
 
@@ -27,6 +28,7 @@ HERE = ("--ssh", "env KVCTL_PREFLIGHT_HOST={host}", "--python", sys.executable)
         (("a", "--port", "0"), "--port"),
         (("a", "--deadline", "0"), "less than 100ms"),
         (("a", "--deadline", "50ms"), "less than 100ms"),
+        (("a", "--manifest", ""), "no image is given"),
         (("a", "--transport", "loopback"), "loopback"),
         (("a", "--columns", "speed"), "speed"),
         (("a", "--prefill-tp", "3", "--decode-tp", "7"), "3"),
@@ -37,6 +39,22 @@ def test_what_is_refused(args: tuple[str, ...], words: str, kvctl: Any) -> None:
     outcome = kvctl("preflight", *args)
     assert (outcome.code, outcome.out) == (2, "")
     assert words in outcome.err
+
+
+def test_the_manifest_has_a_pod_on_each_node_with_its_gpus(kvctl: Any) -> None:
+    outcome = kvctl(
+        *("preflight", "node-1", "node-2", "--prefill-tp", "4", "--decode-tp", "4", "--device", "cuda"),
+        *("--manifest", "example/worker:1"),
+    )
+    assert outcome.code == 0
+    job = yaml.safe_load(outcome.out)
+    assert (job["kind"], job["spec"]["completions"], job["spec"]["parallelism"]) == ("Job", 2, 2)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (container["image"], container["resources"]["limits"]) == ("example/worker:1", {"nvidia.com/gpu": 4})
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["values"] == ["node-1", "node-2"]
+    assert "kubectl exec -i {host} --" in outcome.out
 
 
 def test_a_host_that_cannot_be_entered_is_named_with_what_the_command_said(kvctl: Any) -> None:
