@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -148,23 +149,32 @@ def _without_summary(each: Row) -> Row:
         ("What is wrong, and the next command", "kvctl doctor"),
         ("Only this host: limits, devices, libraries", "kvctl doctor --host-only"),
         ("A recording", "kvctl doctor --from incident.kvrec"),
-        ("Servers without an agent", "kvctl doctor -e http://prefill-0:30000 -e http://decode-0:30000"),
+        ("Servers without an agent", "kvctl doctor --url http://prefill-0:30000 --url http://decode-0:30000"),
         ("The command of a server, before it is started", "kvctl doctor -- vllm serve MODEL --port 8100 …"),
     ],
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @ignore_option
 @click.option("--host-only", is_flag=True, help="Only this host; contacts no agent.")
-def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, ignored: Sequence[Ignored]) -> None:
+@click.option(
+    "--url",
+    "urls",
+    multiple=True,
+    metavar="URL",
+    help="An engine's server without an agent, by the metrics that it exports, and not this host. Repeatable.",
+)
+def doctor(
+    settings: Settings, command: tuple[str, ...], ignored: Sequence[Ignored], host_only: bool, urls: tuple[str, ...]
+) -> None:
     """Ranked findings with evidence, likely cause and next command, and checks of this host.
 
     Reads the fleet twice, a second apart, asks agents that do not answer in time once more, and checks this host:
     locked memory, RDMA and GPU, engines and their environment, namespaces, limits, ports, versions. With --from only
     the fleet, which may have run elsewhere.
 
-    Servers of SGLang, vLLM, Dynamo or NIXL's exporter, given by their URLs with -e, are examined by their metrics
-    alone, read twice five seconds apart, without checks of this host: queues that only grow, failures, expired leases,
-    KV that is computed again.
+    With --url, servers of SGLang, vLLM, Dynamo or NIXL's exporter are examined by their metrics alone, read twice five
+    seconds apart: queues that only grow, failures, expired leases, KV that is computed again. The same as -e URL,
+    without checks of this host.
 
     COMMAND is the command line of a server of SGLang or vLLM with kvctl, after --. It is not run; only this host is
     checked, the server's options, environment, packages and ports. For SGLang, the Python of the command imports it,
@@ -179,6 +189,12 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, ignore
         raise click.UsageError("--host-only checks this host, --from a recorded fleet: use one of them")
     if command and settings.from_file is not None:
         raise click.UsageError("a command is checked on this host, --from reads a recorded fleet: use one of them")
+    if urls and (host_only or command or settings.from_file is not None):
+        raise click.UsageError("--url examines servers that run: omit --host-only, --from and COMMAND")
+    endpoints = [url if "://" in url else f"http://{url}" for url in urls]
+    if not all(url.startswith(("http://", "https://", "metrics://")) for url in endpoints):
+        raise click.UsageError("--url takes http://, https:// or metrics:// addresses; for those of agents, use -e")
+    settings = replace(settings, endpoints=(*settings.endpoints, *endpoints))
     output = Output(settings)
     output.selection(DOCTOR)
     if host_only or command:
@@ -197,7 +213,7 @@ def doctor(settings: Settings, command: tuple[str, ...], host_only: bool, ignore
         survey = fleet.survey(DIAGNOSIS_CALLS)
         reading = query(survey)
         found = survey.discovery.live
-        elsewhere = settings.from_file is not None or (found and all(each.metrics for each in found))
+        elsewhere = urls or settings.from_file is not None or (found and all(each.metrics for each in found))
         local = None if elsewhere else HostView(agents=local_agents(reading.snapshot))
         report = _report(reading, local)
     output.emit(report)

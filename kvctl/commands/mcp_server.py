@@ -35,7 +35,7 @@ READING = (
 )  # fmt: skip
 # Parameters that remove something, or are about something else than the fleet, by command: an assistant must not reach
 # any server that it names. No tool has a parameter that names a file.
-HIDDEN = {"agents": {"prune"}, "doctor": {"command"}}
+HIDDEN = {"agents": {"prune"}, "doctor": {"command", "urls"}}
 # Global options that a tool has; those that choose the fleet are set when the server starts.
 SHARED = {"labels", "filters", "sort_by"}
 TIME_LIMIT_S = 45.0  # clients wait a minute

@@ -1,4 +1,4 @@
-"""Commands about servers without an agent, by their metrics: `-e URL`."""
+"""Commands about servers without an agent, by their metrics: `--url` of doctor, and `-e URL`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def servers() -> Iterator[tuple[Exporter, Exporter]]:
 
 def test_doctor(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
     prefill, decode = servers
-    outcome = kvctl("doctor", "-e", prefill.url, "-e", f"metrics://{decode.place}", "-o", "table")
+    outcome = kvctl("doctor", "--url", prefill.url, "-e", f"metrics://{decode.place}", "-o", "table")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("i 1 info   2 agents\n")
     assert "KV_HOLD_EXPIRED" in outcome.out
@@ -44,10 +44,24 @@ def test_doctor_of_a_server_that_fails(kvctl: Any) -> None:
 
 def test_doctor_without_an_answer(kvctl: Any) -> None:
     place = f"127.0.0.1:{closed_port()}"
-    outcome = kvctl("doctor", "-e", f"http://{place}/metrics?token=hunter2", "-o", "table")
+    outcome = kvctl("doctor", "--url", f"{place}/metrics?token=hunter2", "-o", "table")
     assert outcome.code == 3
     assert f"{place}: cannot connect: Connection refused" in outcome.err
     assert outcome.out.endswith(f"next: curl -m 10 http://{place}/metrics\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("--url", "http://node-0:8000", "--host-only"), "--url examines servers that run"),
+        (("--url", "http://node-0:8000", "--", "vllm", "serve", "MODEL"), "--url examines servers that run"),
+        (("--url", "tcp://node-0:8000"), "--url takes http://"),
+        (("--url", "file:///etc/passwd"), "--url takes http://"),
+    ],
+)
+def test_what_doctor_does_not_take_with_url(args: tuple[str, ...], error: str, kvctl: Any) -> None:
+    outcome = kvctl("doctor", *args)
+    assert (outcome.code, error in outcome.err) == (2, True)
 
 
 def test_status(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
