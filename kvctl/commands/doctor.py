@@ -169,16 +169,16 @@ def doctor(
     """Ranked findings with evidence, likely cause and next command, and checks of this host.
 
     Reads the fleet twice, a second apart, asks agents that do not answer in time once more, and checks this host:
-    locked memory, RDMA and GPU, engines and their environment, namespaces, limits, ports, versions. With --from only
-    the fleet, which may have run elsewhere.
+    locked memory, RDMA and GPU, engines and their environment, namespaces, limits, ports, versions, options of vLLM
+    servers with kvctl's connector. With --from only the fleet, which may have run elsewhere.
 
     With --url, servers of SGLang, vLLM, Dynamo or NIXL's exporter are examined by their metrics alone, read twice five
     seconds apart: queues that only grow, failures, expired leases, KV that is computed again. The same as -e URL,
     without checks of this host.
 
     COMMAND is the command line of a server of SGLang or vLLM with kvctl, after --. It is not run; only this host is
-    checked, the server's options, environment, packages and ports. For SGLang, the Python of the command imports it,
-    which takes seconds.
+    checked, the server's options, environment and packages, and what conflicts with the servers that run here. For
+    SGLang, the Python of the command imports it, which takes seconds.
 
     Exit codes as for kvctl health: 0 no problem, 1 a warning, a critical finding or an agent that does not answer, 3 no
     agent (the host is checked anyway). A warning about this host is 1, too.

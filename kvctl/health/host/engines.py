@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.view import Fact, HostView
 from kvctl_agent.host.nics import HostNics
+from kvctl_agent.host.processors import engine_threads
 
 if TYPE_CHECKING:
     from kvctl_agent.contract.snapshots import Nic
@@ -21,6 +22,7 @@ _MOONCAKE_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
 _DEBIAN = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 _RDMA_LANES = frozenset({"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ud", "ud_x", "ib"})
+_MOST_THREADS_A_CORE = 2  # two instances on one host, each of which assumes that it has all cores
 _SHARED_LANES = frozenset({"sm", "shm", "cma", "posix", "sysv", "knem", "xpmem"})
 
 
@@ -39,9 +41,10 @@ def gpu_driver(host: HostView) -> str | None:
     return next((word for word in text.split() if word[:1].isdigit() and "." in word), "unknown")
 
 
-def device_facts(host: HostView) -> Iterator[Fact]:
+def device_facts(host: HostView, environments: Environments | None = None) -> Iterator[Fact]:
     yield _rdma(host)
     yield _gpu(host)
+    yield from _visible_gpus(host, environments or {})
 
 
 def _rdma(host: HostView) -> Fact:
@@ -97,6 +100,23 @@ def _gpu(host: HostView) -> Fact:
     )
 
 
+def _visible_gpus(host: HostView, environments: Environments) -> Iterator[Fact]:
+    """Yields a fact if CUDA_VISIBLE_DEVICES differs between agents.
+
+    Only some drivers can map the memory of a GPU that is not visible to the process.
+    """
+    visible = {name: environment.get("CUDA_VISIBLE_DEVICES") for name, environment in environments.items()}
+    if gpu_driver(host) is None or len({frozenset(value.split(",")) for value in visible.values() if value}) < 2:
+        return
+    listed = ", ".join(f"{name} {value}" for name, value in sorted(visible.items()) if value)
+    yield Fact(
+        "GPU",
+        f"CUDA_VISIBLE_DEVICES differs: {listed}",
+        "whether a process can write over NVLink to a GPU that it does not see depends on the driver",
+        remedy="if KV_LANE_SLOW reports that it cannot, show every agent all GPUs of the host, its own first",
+    )
+
+
 # ---- engines ---------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +130,56 @@ def engine_facts(host: HostView, environments: Environments) -> Iterator[Fact]:
     for (tls, devices), owners in _grouped(environments, ("UCX_TLS", "UCX_NET_DEVICES")).items():
         yield _ucx(host, tls, devices, owners)
     yield from _mooncake_settings(environments)
+
+
+class NixlWriter(NamedTuple):
+    """A prefill agent with NIXL and a KV pool in host memory.
+
+    Attributes:
+        name: name of the agent.
+        threads: threads of its NIXL backend.
+        ranks: number of ranks of its instance.
+        native: whether native code posts its writes.
+    """
+
+    name: str
+    threads: int
+    ranks: int
+    native: bool
+
+
+def thread_facts(cores: int, writers: Iterable[NixlWriter]) -> Iterator[Fact]:
+    """Checks the number of NIXL's threads of the prefill agents of this host, if there are any, against its cores."""
+    writers = list(writers)
+    if not writers:
+        return
+    total = sum(writer.threads for writer in writers)
+    found = f"{total} in {len(writers)} agent{'s' * (len(writers) != 1)}, {cores} core{'s' * (cores != 1)}"
+    without = [
+        (each, automatic)
+        for each in writers
+        if not each.threads and each.native and (automatic := engine_threads(cores, each.ranks))
+    ]
+    if total > _MOST_THREADS_A_CORE * cores:
+        yield Fact(
+            "NIXL threads",
+            found,
+            "large writes take turns, and one peer that does not answer keeps all cores busy",
+            Severity.WARNING,
+            "remove num_threads from transport_params, so that each agent chooses it, or lower it",
+        )
+    elif without:
+        first, automatic = without[0]
+        names = first.name if len(without) == 1 else f"{first.name} and {len(without) - 1} others"
+        yield Fact(
+            "NIXL threads",
+            f"{found}; none in {names}",
+            "one core copies all bytes of such an agent, at a fraction of the rate of several",
+            Severity.WARNING,
+            f"remove num_threads=0 from transport_params; automatic: {automatic}",
+        )
+    else:
+        yield Fact("NIXL threads", found, "large writes are divided among them" if total else "too few cores for any")
 
 
 def _wheels(host: HostView) -> Iterator[Fact]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from kvctl.health.finding import Finding, Severity, listed
 from kvctl.health.host import engines, system
 from kvctl.health.host import sglang as sglang_servers
 from kvctl.health.host import vllm as vllm_servers
+from kvctl.health.host.engines import NixlWriter
 from kvctl.health.host.view import Fact, HostView, LocalAgent
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl_agent.contract import VERSION, vllm
@@ -52,14 +54,31 @@ def inspect(
         if (variables := texts(inner(agent.status, "transport"), "environment"))
     }
     found = [
-        *engines.device_facts(host),
+        *engines.device_facts(host, environments),
         *system.limit_facts(host),
         *engines.engine_facts(host, environments),
+        *engines.thread_facts(host.cores(), _nixl_writers(agents.values())),
         *system.environment_facts(host, directory, dict(_fixed_ports(host))),
-        *(integration_facts(host, agents.values()) if command is None else command),
+        *(
+            [*integration_facts(host, agents.values()), *vllm_servers.server_facts(host)]
+            if command is None
+            else command
+        ),
         version_fact({agent.name: text(agent.status, "version") for agent in agents.values()}),
     ]
     return sorted(found, key=lambda fact: -fact.severity)
+
+
+def _nixl_writers(agents: Iterable[Agent]) -> Iterator[NixlWriter]:
+    """Yields the prefill agents of this host whose KV pool is in host memory and whose transport is NIXL."""
+    for agent in agents:
+        transport = inner(agent.status, "transport")
+        threads = text(transport, "threads")
+        local = agent.answer.endpoint.path is not None
+        if local and threads.isdecimal() and (agent.role, text(agent.status, "device")) == ("prefill", "cpu"):
+            sizes = inner(agent.status, "sizes")
+            ranks = math.prod(int(number(sizes, axis) or 1) for axis in sizes)
+            yield NixlWriter(agent.name, int(threads), ranks, text(transport, "posts") == "native")
 
 
 def version_fact(agents: Mapping[str, str]) -> Fact:

@@ -51,18 +51,22 @@ def python_of(
 
 
 def packages_of(host: HostView, python: str, environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Returns the versions of the packages that a Python can import, by name; None if these are not visible from here.
-
-    In the folders of PYTHONPATH only kvctl is looked for.
-    """
+    """Returns the packages that a Python can import, as `packages_in`."""
     library = PurePath(python).parent.parent / "lib"
     folders = [f"{library}/{name}/site-packages" for name in host.names(str(library)) if name.startswith("python3")]
-    names = [name for folder in folders for name in host.names(folder)] if python else []
+    return packages_in(host, folders if python else (), environ.get("PYTHONPATH", "").split(":"))
+
+
+def packages_in(host: HostView, folders: Sequence[str], extra: Sequence[str]) -> dict[str, str] | None:
+    """Returns the versions of packages in site-packages folders, by name; None if these are not visible from here.
+
+    In the extra folders, which are on the path, only kvctl is looked for.
+    """
+    names = [name for folder in folders for name in host.names(folder)]
     if not names:
         return None
     found = {match[1].lower().replace("_", "-"): match[2] for name in names if (match := _PACKAGE.fullmatch(name))}
-    extra = filter(None, environ.get("PYTHONPATH", "").split(":"))
-    if "kvctl_agent" in names or any("kvctl_agent" in host.names(folder) for folder in extra):
+    if "kvctl_agent" in names or any("kvctl_agent" in host.names(folder) for folder in extra if folder):
         found.setdefault("kvctl", "")
     return found
 

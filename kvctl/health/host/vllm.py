@@ -1,12 +1,17 @@
-"""Checks the command line of a vLLM server before it is started: options, environment, packages and ports."""
+"""Checks vLLM servers with kvctl's connector: their options, environment and packages, and what differs between them.
+
+The servers are processes of this host, or a command line that is to start one.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 from kvctl.health.finding import Severity, listed
@@ -14,6 +19,7 @@ from kvctl.health.host.servers import (
     Problem,
     environment_of,
     package_problems,
+    packages_in,
     packages_of,
     port_problems,
     problem_facts,
@@ -21,7 +27,8 @@ from kvctl.health.host.servers import (
     setting_problems,
 )
 from kvctl.health.host.view import Fact, HostView
-from kvctl.health.host.vllm_options import TRANSFER, ServerOptions, read_options, server_arguments
+from kvctl.health.host.vllm_options import TRANSFER, ServerOptions, read_options, server_arguments, server_of_process
+from kvctl_agent.contract.addresses import Address
 from kvctl_agent.contract.settings import Settings, load_or_explain
 from kvctl_agent.contract.vllm import (
     CONNECTOR,
@@ -42,13 +49,23 @@ _FIELDS = {
     *("kv_load_failure_policy", "engine_id", "kv_buffer_device", "enable_permute_local_kv"),
 }
 _POLICIES = ("fail", "recompute")
+_SITE = re.compile(r"\s(/\S*/(?:site|dist)-packages)/")
+_SAME_DTYPE = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 _LARGEST_PORT = 65535
 
 
 @dataclass(frozen=True)
 class Server:
-    """A vLLM server; `packages` are those that it can import, None if they are not visible from here."""
+    """A vLLM server.
 
+    Attributes:
+        name: how findings name it: `process 123`, or `this command`.
+        options: its options.
+        environ: its environment.
+        packages: versions of the packages that it can import, by name; None if they are not visible from here.
+    """
+
+    name: str
     options: ServerOptions
     environ: Mapping[str, str] = field(default_factory=dict)
     packages: Mapping[str, str] | None = None
@@ -91,46 +108,100 @@ class Server:
 
     @property
     def subject(self) -> str:
-        """Its role and API port: `this command (prefill, port 8100)`."""
+        """Its name, role and API port: `process 123 (prefill, port 8100)`."""
         port = self.options.values.get("--port", "")
         details = ", ".join(filter(None, (self.role, port and f"port {port}")))
-        return f"this command ({details})" if details else "this command"
+        return f"{self.name} ({details})" if details else self.name
 
 
-def command_facts(host: HostView, argv: Sequence[str]) -> Iterator[Fact] | None:
-    """Returns the facts about the server that a command line would start; None if it starts no vLLM server."""
+# ---- finding servers -------------------------------------------------------------------------------------------
+
+
+def running_servers(host: HostView) -> list[Server]:
+    """Returns the vLLM servers among the processes of this host whose command lines are visible."""
+    found: dict[str, Server] = {}
+    for pid in filter(str.isdecimal, host.names("/proc")):
+        argv = _words(host.text(f"/proc/{pid}/cmdline"))
+        arguments = server_of_process(argv)
+        if arguments is None or _parent(host, pid) in found:
+            continue
+        environ = dict(word.partition("=")[::2] for word in _words(host.text(f"/proc/{pid}/environ")))
+        folders = sorted(set(_SITE.findall(host.text(f"/proc/{pid}/maps") or "")))
+        extra = [host.target(f"/proc/{pid}/cwd") or "", *environ.get("PYTHONPATH", "").split(":")]
+        found[pid] = Server(f"process {pid}", read_options(arguments), environ, packages_in(host, folders, extra))
+    return list(found.values())
+
+
+def server_of_command(host: HostView, argv: Sequence[str]) -> Server | None:
+    """Returns the server that a command line would start in this environment; None if it starts no vLLM server."""
     arguments = server_arguments(argv)
     if arguments is None:
         return None
     environ = environment_of(host, argv)
     packages = packages_of(host, python_of(host, argv, arguments, "vllm", environ), environ)
-    return _facts(host, Server(read_options(arguments), environ, packages))
+    return Server("this command", read_options(arguments), environ, packages)
 
 
-def _facts(host: HostView, server: Server) -> Iterator[Fact]:
-    named = "kvctl" in server.options.values.get(TRANSFER, "").lower()
-    if server.config is None and not (server.options.error and named):
-        if server.options.transfer and mode(server.environ) == "observe":
-            means = "kvctl shows what vLLM's own NIXL connector does"
-            yield Fact(_TOPIC, f"{server.subject}: {VARIABLE}=observe", means)
-            return
+def command_facts(host: HostView, argv: Sequence[str]) -> Iterator[Fact] | None:
+    """Returns the facts about a command line; None if it starts no vLLM server."""
+    server = server_of_command(host, argv)
+    return None if server is None else server_facts(host, server)
+
+
+def _words(text: str | None) -> list[str]:
+    return [word for word in (text or "").split("\0") if word]
+
+
+def _parent(host: HostView, pid: str) -> str:
+    words = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return words[1] if len(words) > 1 else ""
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------
+
+
+def server_facts(host: HostView, command: Server | None = None) -> Iterator[Fact]:
+    """Yields the facts about the servers of this host, or about one command and its conflicts with them."""
+    running = running_servers(host)
+    if command is None:
+        ours = [server for server in running if _is_examined(server)]
+        for server in ours:
+            yield from _examine(server)
+        for first, second in combinations(ours, 2):
+            yield from _together(first, second)
+        return
+    if not _is_examined(command) and command.options.transfer and mode(command.environ) == "observe":
+        yield Fact(_TOPIC, f"{command.subject}: {VARIABLE}=observe", "kvctl shows what vLLM's own NIXL connector does")
+        return
+    if not _is_examined(command):
         yield Fact(
             _TOPIC,
-            f"{server.subject}: no {TRANSFER} for kvctl's connector",
+            f"{command.subject}: no {TRANSFER} for kvctl's connector",
             "this server neither sends nor receives KV through kvctl",
             Severity.WARNING,
             f"add {_option({'kv_role': _PREFILL})}, at decode with {_DECODE}; or {VARIABLE}=observe in its environment "
             "to watch the NIXL connector of vLLM",
         )
         return
+    yield from _examine(command)
+    yield from _bound_ports(host, command, running)
+    for server in filter(_is_examined, running):
+        yield from _together(command, server)
+
+
+def _is_examined(server: Server) -> bool:
+    named = "kvctl" in server.options.values.get(TRANSFER, "").lower()
+    return server.config is not None or (bool(server.options.error) and named)
+
+
+def _examine(server: Server) -> Iterator[Fact]:
     problems = [*_option_problems(server), *_package_problems(server)]
-    if server.role == "prefill":
-        problems += port_problems(host, "kv_port", server.ports)
-    yield from problem_facts(_TOPIC, server.subject, problems)
-    if not problems:
-        ports = listed(f"tcp://{server.address}:{port}" for port in server.ports)
-        place = f", registr{'y' if len(server.ports) == 1 else 'ies'} {ports}" if server.role == "prefill" else ""
-        yield Fact(_TOPIC, f"{server.subject}{place}", f"{TRANSFER} is valid for kvctl's connector")
+    if problems:
+        yield from problem_facts(_TOPIC, server.subject, problems)
+        return
+    ports = listed(f"tcp://{server.address}:{port}" for port in server.ports)
+    place = f", registr{'y' if len(server.ports) == 1 else 'ies'} {ports}" if server.role == "prefill" else ""
+    yield Fact(_TOPIC, f"{server.subject}{place}", f"{TRANSFER} is valid for kvctl's connector")
 
 
 def _option_problems(server: Server) -> Iterator[Problem]:
@@ -198,6 +269,68 @@ def _package_problems(server: Server) -> Iterator[Problem]:
             "install one of these, or use one of vLLM's own connectors",
         )
     yield from package_problems(packages, server.settings, "vllm", "vLLM ends with \"No module named 'kvctl_agent'\"")
+
+
+# ---- two servers -----------------------------------------------------------------------------------------------
+
+
+def _together(one: Server, other: Server) -> Iterator[Fact]:
+    if one.role == other.role == "prefill":
+        yield from _port_clash(one, other)
+    elif {one.role, other.role} == {"prefill", "decode"} and one.options.model == other.options.model:
+        for means, severity, difference in _differences(one.options, other.options):
+            yield Fact(
+                _TOPIC,
+                f"{one.subject} and {other.subject}: {difference}",
+                means,
+                severity,
+                "start both servers with the same value",
+                "KV_COMPAT_MISMATCH",
+            )
+
+
+def _port_clash(one: Server, other: Server) -> Iterator[Fact]:
+    first, last = max(one.ports.start, other.ports.start), min(one.ports.stop, other.ports.stop) - 1
+    anywhere = any(Address("tcp", each.address.strip("[]")).is_wildcard for each in (one, other))
+    if first > last or (one.address != other.address and not anywhere):
+        return
+    yield Fact(
+        _TOPIC,
+        f"{one.subject} and {other.subject}: both bind kv_port {first if first == last else f'{first} to {last}'}",
+        "the one that starts later ends: its address is in use",
+        Severity.WARNING,
+        f'set "kv_port": {max(one.ports.stop, other.ports.stop)} for one of them; each data-parallel rank takes a port',
+        "KV_PORT_CLASH",
+    )
+
+
+def _bound_ports(host: HostView, command: Server, running: Sequence[Server]) -> Iterator[Fact]:
+    """Yields the ports of a command's registries that a process other than a known prefill server listens on."""
+    if command.role != "prefill":
+        return
+    known = {port for server in running if server.role == "prefill" for port in server.ports}
+    yield from problem_facts(_TOPIC, command.subject, port_problems(host, "kv_port", {*command.ports} - known))
+
+
+def _differences(one: ServerOptions, other: ServerOptions) -> Iterator[tuple[str, Severity, str]]:
+    refused = "their KV has different layouts, so that each room fails"
+    sizes = one.number("--block-size", 0), other.number("--block-size", 0)
+    if all(sizes) and max(sizes) % min(sizes):
+        yield refused, Severity.WARNING, f"--block-size {sizes[0]} and {sizes[1]}, neither of which divides the other"
+    for option in ("--dtype", "--kv-cache-dtype"):
+        dtypes = [_dtype(each, option) for each in (one, other)]
+        # The dtype of the model is not known here; quantised KV differs from any.
+        if len({*dtypes}) > 1 and ("auto" not in dtypes or any(each.startswith("fp8") for each in dtypes)):
+            yield refused, Severity.WARNING, f"{option} {dtypes[0]} and {dtypes[1]}"
+    hybrid = "--disable-hybrid-kv-cache-manager"
+    if (hybrid in one.values) != (hybrid in other.values):
+        means = "each room of a model with sliding windows fails; other models have one KV cache group anyway"
+        yield means, Severity.INFO, f"only one has {hybrid}"
+
+
+def _dtype(options: ServerOptions, option: str) -> str:
+    value = options.values.get(option) or "auto"
+    return _SAME_DTYPE.get(value, value)
 
 
 # ---- configurations --------------------------------------------------------------------------------------------

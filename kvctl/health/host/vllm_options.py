@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 TRANSFER = "--kv-transfer-config"
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
+_TAKE_A_VALUE = ("-m", "-W", "-X")  # options of Python
 _SHORT = {
     "-dp": "--data-parallel-size",
     "-dpl": "--data-parallel-size-local",
@@ -40,6 +41,26 @@ class ServerOptions(NamedTuple):
         """Returns the value of an option as a whole number; the default if it is missing or none."""
         value = self.values.get(option, "")
         return int(value) if value.isdecimal() and len(value) < 10 else default
+
+    @property
+    def model(self) -> str:
+        return self.values.get("--model", "")
+
+
+def server_of_process(argv: Sequence[str]) -> list[str] | None:
+    """Returns the arguments of the vLLM server that a process is; None for other processes.
+
+    A program that starts a server, such as timeout or a shell, is none, although it has the server's command line.
+    """
+    if not argv or not PurePath(argv[0]).name.startswith(("python", "vllm")):
+        return None
+    arguments = server_arguments(argv)
+    if arguments is None:
+        return None
+    before = argv[1 : len(argv) - len(arguments) - 1]
+    script = bool(before) and PurePath(before[0]).name == "vllm"
+    options = all(word.startswith("-") or argv[n] in _TAKE_A_VALUE for n, word in enumerate(before))
+    return arguments if script or options else None
 
 
 def server_arguments(argv: Sequence[str]) -> list[str] | None:

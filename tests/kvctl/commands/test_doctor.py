@@ -87,7 +87,8 @@ def test_without_agents_nothing_is_called_healthy(sound: None, kvctl: Any) -> No
     assert (alone.code, alone.out.splitlines()[0]) == (0, "✓ healthy   this host only")
 
 
-def test_the_command_of_a_vllm_server(kvctl: Any) -> None:
+def test_the_command_of_a_vllm_server(monkeypatch: pytest.MonkeyPatch, kvctl: Any) -> None:
+    monkeypatch.setattr("kvctl.health.host.vllm.running_servers", lambda host: [])
     config = '{"kv_connector": "KvctlConnector", "kv_role": "kv_consumer"}'
     command = ("doctor", "-o", "json", "--", "/none/vllm", "serve", "M", "--kv-transfer-config", config)
     outcome = kvctl(*command)

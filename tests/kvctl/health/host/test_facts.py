@@ -98,6 +98,15 @@ class TestDevices:
         loaded = host({**driver, **IB, "/sys/module/nvidia_peermem/refcnt": "0"})
         assert only(engines.device_facts(loaded), "GPU").severity is Severity.INFO
 
+    def test_agents_that_do_not_see_each_others_gpus(self, host: Host) -> None:
+        gpus = host({"/proc/driver/nvidia/version": "570.1"})
+        told = {"a": {"CUDA_VISIBLE_DEVICES": "0"}, "b": {"CUDA_VISIBLE_DEVICES": "1"}}
+        *_, fact = engines.device_facts(gpus, told)
+        assert (fact.topic, fact.found) == ("GPU", "CUDA_VISIBLE_DEVICES differs: a 0, b 1")
+        assert "show every agent all GPUs" in fact.remedy
+        alike = {"a": {"CUDA_VISIBLE_DEVICES": "0,1"}, "b": {"CUDA_VISIBLE_DEVICES": "1,0"}, "c": {}}
+        assert not any("VISIBLE" in fact.found for fact in engines.device_facts(gpus, alike))
+
 
 class TestLimits:
     def test_locked_memory_matters_to_rdma_only(self, host: Host) -> None:
@@ -224,6 +233,39 @@ class TestEngines:
             "`unset MC_LOG_DIR`",
             "`unset MC_TCP_PROTO`",
         ]
+
+
+class TestThreads:
+    def said(self, cores: int, *writers: tuple[str, int, int], native: bool = True) -> list[Fact]:
+        return list(engines.thread_facts(cores, [engines.NixlWriter(*writer, native) for writer in writers]))
+
+    def test_a_rank_without_native_posts_needs_no_threads_on_few_cores(self) -> None:
+        (fact,) = self.said(2, ("a", 0, 1), native=False)
+        assert fact.severity is Severity.INFO
+
+    def test_without_nixl_there_is_nothing_to_say(self) -> None:
+        assert self.said(64) == []
+
+    @pytest.mark.parametrize(
+        ("cores", "writers", "severity", "found", "remedy"),
+        [
+            (64, [("a", 8, 4), ("b", 8, 4)], Severity.INFO, "16 in 2 agents, 64 cores", ""),
+            (2, [("a", 0, 2)], Severity.INFO, "0 in 1 agent, 2 cores", ""),
+            (2, [("a", 0, 1)], Severity.WARNING, "none in a", "automatic: 2"),
+            (64, [("a", 0, 4), ("b", 8, 4)], Severity.WARNING, "none in a", "automatic: 8"),
+            (32, [("a", 0, 8), ("b", 0, 8), ("c", 0, 8)], Severity.WARNING, "none in a and 2 others", "automatic: 4"),
+            (8, [("a", 8, 1), ("b", 8, 1)], Severity.INFO, "16 in 2 agents, 8 cores", ""),
+            (8, [(name, 8, 1) for name in "abc"], Severity.WARNING, "24 in 3 agents, 8 cores", "lower it"),
+        ],
+    )
+    def test_a_number_that_does_not_suit_the_host(
+        self, cores: int, writers: list[tuple[str, int, int]], severity: Severity, found: str, remedy: str
+    ) -> None:
+        (fact,) = self.said(cores, *writers)
+        assert (fact.topic, fact.severity) == ("NIXL threads", severity)
+        assert found in fact.found
+        assert remedy in fact.remedy
+        assert bool(fact.remedy) is (severity is Severity.WARNING)
 
 
 class TestSurroundings:

@@ -1,4 +1,4 @@
-"""Checks of command lines of vLLM servers, with their environments and packages, on simulated hosts."""
+"""Checks of vLLM servers: their command lines, environments and packages, on simulated hosts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvctl.health.finding import Severity
 from kvctl.health.host.inspection import inspect
 from kvctl.health.host.view import Fact, HostView
-from kvctl.health.host.vllm import command_facts
-from kvctl.health.host.vllm_options import TRANSFER, read_options, server_arguments
+from kvctl.health.host.vllm import Server, running_servers, server_facts, server_of_command
+from kvctl.health.host.vllm_options import TRANSFER, read_options, server_arguments, server_of_process
 from kvctl_agent.contract.vllm import CONNECTOR, MODULE_PATH
 from tests.kvctl.health.fleets import Fleet
 
@@ -35,32 +35,35 @@ def argv(config: object, *options: str) -> list[str]:
 
 @pytest.fixture
 def simulated(tmp_path: Path) -> Simulated:
-    """Makes a host with a Python that has packages: `simulated(packages=(…), NAME=value)`."""
+    """Makes a host with processes: `simulated({pid: (argv, environment)}, packages=(…))`."""
 
-    def make(packages: Sequence[str] = PACKAGES, files: Mapping[str, str] | None = None, **environ: str) -> HostView:
-        written = {f"{SITE}/{name}/METADATA": "" for name in packages}
-        for path, text in {
-            **written,
-            "/venv/bin/python3": "",
-            "/venv/bin/vllm": "#!/venv/bin/python3\n",
-            **(files or {}),
-        }.items():
+    def make(
+        processes: Mapping[int, tuple[Sequence[str], Mapping[str, str]]] | None = None,
+        packages: Sequence[str] = PACKAGES,
+        files: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> HostView:
+        written = {f"{SITE}/{name}/METADATA": "" for name in packages} | dict(files or {})
+        for pid, (words, variables) in (processes or {}).items():
+            written[f"/proc/{pid}/cmdline"] = "\0".join(words) + "\0"
+            written[f"/proc/{pid}/environ"] = "".join(f"{key}={value}\0" for key, value in variables.items())
+            written[f"/proc/{pid}/maps"] = f"7f00-7f01 r-xp 00000000 08:01 1   {SITE}/torch/lib/libtorch.so\n"
+            written.setdefault(f"/proc/{pid}/stat", f"{pid} (vllm) S 1 1")
+        for path, text in written.items():
             file = tmp_path / path.lstrip("/")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-        return HostView(tmp_path, environ=environ, packages=dict, cores=lambda: 8)
+        return HostView(tmp_path, environ=environ or {}, packages=dict, cores=lambda: 8)
 
     return make
 
 
-def facts(host: HostView, words: Sequence[str]) -> list[Fact]:
-    found = command_facts(host, words)
-    assert found is not None
-    return list(found)
+def facts(host: HostView) -> list[Fact]:
+    return list(server_facts(host))
 
 
-def problems(host: HostView, words: Sequence[str]) -> list[Fact]:
-    return [fact for fact in facts(host, words) if fact.severity > Severity.INFO]
+def problems(host: HostView) -> list[Fact]:
+    return [fact for fact in facts(host) if fact.severity > Severity.INFO]
 
 
 def corrected(fact: Fact) -> Any:
@@ -86,7 +89,7 @@ class TestOptions:
         options = read_options(["MODEL", "--enforce-eager", *words, "--port", "8100"])
         assert (options.transfer, options.error) == (PREFILL, "")
         assert options.values["--port"] == "8100"
-        assert options.values["--model"] == "MODEL"
+        assert options.model == "MODEL"
 
     def test_dotted_paths_are_nested_and_typed(self) -> None:
         extra = f"{TRANSFER}.kv_connector_extra_config"
@@ -104,26 +107,29 @@ class TestOptions:
         assert read_options(["-dp", "4"]).number("--data-parallel-size", 1) == 4
 
     @pytest.mark.parametrize(
-        ("words", "is_server"),
+        ("words", "process"),
         [
             (["/v/bin/python", "/v/bin/vllm", "serve", "M"], True),
-            (["timeout", "9", "vllm", "serve", "M"], True),
+            (["vllm", "serve", "M"], True),
             (["python3", "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"], True),
             (["python3", "-m", "vllm.entrypoints.cli.main", "serve", "M"], True),
-            (["bash", "-c", "vllm serve M"], False),
-            (["vllm", "bench"], False),
-            (["python", "-m"], False),
-            ([], False),
+            (["timeout", "9", "vllm", "serve", "M"], False),
+            (["/v/bin/python", "/v/bin/kvctl", "doctor", "--", "vllm", "serve", "M"], False),
+            (["bash", "-c", "vllm serve M"], None),
+            (["vllm", "bench"], None),
+            (["python", "-m"], None),
+            ([], None),
         ],
     )
-    def test_what_is_a_server(self, words: list[str], is_server: bool) -> None:
-        assert (server_arguments(words) is not None) is is_server
+    def test_what_is_a_server(self, words: list[str], process: bool | None) -> None:
+        assert (server_arguments(words) is not None) is (process is not None)
+        assert (server_of_process(words) is not None) is (process is True)
 
     @given(st.lists(st.text(max_size=30) | st.sampled_from([TRANSFER, f"{TRANSFER}.a.b+", "vllm", "serve", "-m"])))
     def test_garbage_is_read(self, words: list[str]) -> None:
         options = read_options(words)
         assert (options.transfer is None) or not options.error
-        server_arguments(words)
+        server_of_process(words)
 
     @given(st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists)))
     def test_every_object_is_read_as_json_reads_it(self, config: dict[str, Any]) -> None:
@@ -141,7 +147,9 @@ CONFIGS = st.dictionaries(st.sampled_from([*PREFILL, "kv_port", "kv_connector_ex
 def test_no_configuration_makes_the_checks_fail(config: dict[str, Any], extra: dict[str, Any]) -> None:
     host = HostView(Path("/nonexistent"), environ={})
     for each in (config, {**PREFILL, **config}, {**PREFILL, "kv_connector_extra_config": extra}):
-        assert facts(host, argv(each))
+        server = server_of_command(host, argv(each))
+        assert server is not None
+        assert list(server_facts(host, server))
 
 
 @pytest.mark.parametrize(
@@ -163,25 +171,34 @@ def test_each_error_of_a_configuration_is_found_and_corrected(
     config: dict[str, Any], found: str, means: str, simulated: Simulated
 ) -> None:
     written = {key: value for key, value in {**PREFILL, **config}.items() if value is not None}
-    (fact,) = problems(simulated(), argv(written))
-    assert fact.found.startswith("this command")
+    host = simulated({7: (argv(written), {})})
+    (fact,) = problems(host)
+    assert fact.found.startswith("process 7")
     assert fact.found.endswith(found)
     assert means in fact.means
-    (valid,) = facts(simulated(), argv(corrected(fact)))
+    (valid,) = facts(simulated({7: (argv(corrected(fact)), {})}))
     assert valid.severity is Severity.INFO
     assert "is valid" in valid.means
 
 
 def test_what_is_no_json(simulated: Simulated) -> None:
-    (fact,) = problems(simulated(), argv("{kv_connector: KvctlConnector}"))
+    (fact,) = problems(simulated({7: (argv("{kv_connector: KvctlConnector}"), {})}))
     assert "is not JSON" in fact.found
     assert corrected(fact) == PREFILL
 
 
-def test_a_command_that_observes_another_connector(simulated: Simulated) -> None:
-    other = argv({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
-    (observed,) = facts(simulated(KVCTL_VLLM="observe"), other)
-    (silent,) = facts(simulated(), other)
+def test_servers_with_other_connectors_are_none_of_ours(simulated: Simulated) -> None:
+    other = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    plain = ["vllm", "serve", "MODEL"]
+    assert facts(simulated({7: (argv(other), {}), 8: (plain, {}), 9: (argv("{"), {})})) == []
+
+
+def test_a_command_that_observes_another_connector(tmp_path: Path) -> None:
+    other, found = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}, []
+    for environ in ({"KVCTL_VLLM": "observe"}, {}):
+        server = Server("this command", read_options(argv(other)[2:]), environ)
+        found += server_facts(HostView(tmp_path, {}), server)
+    observed, silent = found
     assert (observed.severity, observed.found) == (Severity.INFO, "this command: KVCTL_VLLM=observe")
     assert silent.severity is Severity.WARNING
     assert "KVCTL_VLLM=observe" in silent.remedy
@@ -193,33 +210,81 @@ def test_a_child_of_multi_connector(simulated: Simulated) -> None:
         extra = {"connectors": children}
         return {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
 
-    assert problems(simulated(), argv(multi(PREFILL))) == []
-    (fact,) = problems(simulated(), argv(multi({**PREFILL, "kv_role": "kv_both"})))
+    assert problems(simulated({7: (argv(multi(PREFILL)), {})})) == []
+    (fact,) = problems(simulated({7: (argv(multi({**PREFILL, "kv_role": "kv_both"})), {})}))
     assert fact.remedy.startswith("its entry in connectors: {")
 
 
 def test_settings_are_those_that_the_agent_accepts(simulated: Simulated) -> None:
-    (fact,) = problems(simulated(), argv({**DECODE, "kv_connector_extra_config": {"hold": 60}}))
+    (fact,) = problems(simulated({7: (argv({**DECODE, "kv_connector_extra_config": {"hold": 60}}), {})}))
     assert "'hold'" in fact.found
     assert "hold_s" in fact.found
-    (fact,) = problems(simulated(KVCTL_HOLD_S="long"), argv(DECODE))
+    (fact,) = problems(simulated({7: (argv(DECODE), {"KVCTL_HOLD_S": "long"})}))
     assert "KVCTL_HOLD_S" in fact.found
 
 
 class TestAddresses:
     def test_other_hosts_need_a_key(self, simulated: Simulated) -> None:
         open_to_all = {"KVCTL_LISTEN": "10.0.0.5"}
-        (fact,) = problems(simulated(**open_to_all), argv(PREFILL))
+        (fact,) = problems(simulated({7: (argv(PREFILL), open_to_all)}))
         assert "listens on 10.0.0.5 without a key" in fact.found
         assert "`kvctl key new`" in fact.remedy
         for more in ({"KVCTL_FLEET_KEY": "/key"}, {"KVCTL_INSECURE": "1"}):
-            assert problems(simulated(**open_to_all, **more), argv(PREFILL)) == []
-        assert problems(simulated(**open_to_all), argv(DECODE)) == [], "decode binds no registry"
+            assert problems(simulated({7: (argv(PREFILL), open_to_all | more)})) == []
+        assert problems(simulated({7: (argv(DECODE), open_to_all)})) == [], "decode binds no registry"
+
+    @pytest.mark.parametrize(
+        ("first", "second", "clash"),
+        [
+            (["-dp", "4"], ["kv_port", "14582"], "14582"),
+            (["-dp", "4"], ["kv_port", "14583"], ""),
+            ([], [], "14579"),
+            (["-dp", "4"], ["-dp", "2"], "14579 to 14580"),
+            (["--data-parallel-rank", "0"], ["--data-parallel-rank", "1"], ""),
+        ],
+    )
+    def test_two_prefill_servers(self, first: list[str], second: list[str], clash: str, simulated: Simulated) -> None:
+        config: dict[str, Any] = dict(PREFILL)
+        if second[:1] == ["kv_port"]:
+            config, second = {**PREFILL, "kv_port": int(second[1])}, []
+        host = simulated({7: (argv(PREFILL, *first), {}), 8: (argv(config, *second), {})})
+        found = problems(host)
+        assert [fact.code for fact in found] == ["KV_PORT_CLASH"] * bool(clash)
+        assert all(fact.found.endswith(f"both bind kv_port {clash}") for fact in found)
+
+    def test_two_addresses_do_not_clash(self, simulated: Simulated) -> None:
+        def at(address: str) -> tuple[list[str], dict[str, str]]:
+            return argv(PREFILL), {"KVCTL_LISTEN": address}
+
+        assert problems(simulated({7: at("127.0.0.1"), 8: at("127.0.0.2")})) == []
 
     def test_a_command_whose_port_is_taken(self, simulated: Simulated) -> None:
         table = {"/proc/net/tcp": f"header\n   0: 0100007F:{14580:04X} 0:0 0A 0 0 0 0 0 77"}
-        (fact,) = problems(simulated(files=table), argv(PREFILL, "-dp", "2"))
+        host = simulated(files=table)
+        command = server_of_command(host, argv(PREFILL, "-dp", "2"))
+        (fact, *_) = [each for each in server_facts(host, command) if each.severity > Severity.INFO]
         assert (fact.code, fact.found) == ("KV_PORT_CLASH", "this command (prefill): kv_port 14580 is in use")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "severity"),
+    [
+        (["--block-size", "32"], ["--block-size", "64"], None),
+        (["--block-size", "48"], ["--block-size", "64"], Severity.WARNING),
+        (["--kv-cache-dtype", "fp8"], [], Severity.WARNING),
+        (["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype", "fp8_e4m3"], None),
+        (["--dtype", "half"], ["--dtype", "bfloat16"], Severity.WARNING),
+        (["--dtype", "half"], ["--dtype", "float16"], None),
+        (["--dtype", "half"], [], None),
+        (["--disable-hybrid-kv-cache-manager"], [], Severity.INFO),
+    ],
+)
+def test_what_differs_between_prefill_and_decode(
+    prefill: list[str], decode: list[str], severity: Severity | None, simulated: Simulated
+) -> None:
+    host = simulated({7: (argv(PREFILL, *prefill), {}), 8: (argv(DECODE, *decode), {})})
+    found = [fact.severity for fact in facts(host) if fact.code == "KV_COMPAT_MISMATCH"]
+    assert found == ([] if severity is None else [severity])
 
 
 class TestPackages:
@@ -232,41 +297,57 @@ class TestPackages:
             (PACKAGES[:2], "NIXL is not installed there"),
         ],
     )
-    def test_of_its_environment(self, packages: tuple[str, ...], found: str, simulated: Simulated) -> None:
-        facts_found = problems(simulated(packages), argv(PREFILL))
-        assert [fact.found.rpartition(": ")[2] for fact in facts_found] == ([found] if found else [])
+    def test_of_a_process(self, packages: tuple[str, ...], found: str, simulated: Simulated) -> None:
+        assert [fact.found.rpartition(": ")[2] for fact in problems(simulated({7: (argv(PREFILL), {})}, packages))] == (
+            [found] if found else []
+        )
 
     def test_kvctl_on_the_python_path(self, simulated: Simulated) -> None:
         files = {"/src/kvctl_agent/__init__.py": ""}
         packages = (PACKAGES[0], PACKAGES[2])
-        assert problems(simulated(packages, files, PYTHONPATH="/src"), argv(PREFILL)) == []
+        assert problems(simulated({7: (argv(PREFILL), {"PYTHONPATH": "/src"})}, packages, files)) == []
 
-    def test_of_a_script_on_the_path(self, simulated: Simulated) -> None:
-        files = {"/bin2/vllm": "#!/venv/bin/python3\n"}
-        host = simulated(("vllm-0.31.0.dist-info",), files, PATH="/none:/bin2")
-        assert [fact.found.rpartition(": ")[2] for fact in facts(host, ["vllm", *argv(PREFILL)[2:]])] == [
+    def test_of_a_command(self, simulated: Simulated) -> None:
+        files = {"/bin2/vllm": "#!/venv/bin/python3\n", "/venv/bin/python3": ""}
+        host = simulated(packages=("vllm-0.31.0.dist-info",), files=files, environ={"PATH": "/none:/bin2"})
+        command = server_of_command(host, ["vllm", *argv(PREFILL)[2:]])
+        assert command is not None
+        assert [fact.found.rpartition(": ")[2] for fact in server_facts(host, command)] == [
             "vLLM 0.31.0",
             "kvctl is not installed there",
             "NIXL is not installed there",
         ]
 
-    def test_of_a_module_with_variables(self, simulated: Simulated) -> None:
-        module = ["env", "KVCTL_TRANSPORT=nixl", "/venv/bin/python3", "-m", "vllm.entrypoints.openai.api_server"]
-        found = problems(simulated(PACKAGES[:2]), [*module, "--model", "M", TRANSFER, json.dumps(PREFILL)])
-        assert ["NIXL is not installed there" in fact.found for fact in found] == [True]
+    @pytest.mark.parametrize("before", [[], ["env", "KVCTL_TRANSPORT=nixl"]])
+    def test_of_a_command_that_starts_python(self, before: list[str], simulated: Simulated) -> None:
+        host = simulated(files={"/venv/bin/python3": ""})
+        module = ["/venv/bin/python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]
+        command = server_of_command(host, [*before, *module])
+        assert command is not None
+        assert command.packages == {"vllm": "0.32.0", "kvctl": "0.1.0", "nixl-cu12": "1.5.1"}
 
     def test_an_environment_that_cannot_be_seen(self, simulated: Simulated) -> None:
-        assert problems(simulated(packages=()), argv(PREFILL)) == []
+        host = simulated({7: (argv(PREFILL), {})}, packages=())
+        assert [server.packages for server in running_servers(host)] == [None]
+        assert problems(host) == []
+
+
+def test_a_child_with_the_command_line_of_its_server_is_not_counted_twice(simulated: Simulated) -> None:
+    host = simulated({7: (argv(PREFILL), {}), 8: (argv(PREFILL), {})}, files={"/proc/8/stat": "8 (vllm) S 7 7"})
+    assert [server.name for server in running_servers(host)] == ["process 7"]
 
 
 def test_a_command_without_the_connector(simulated: Simulated) -> None:
-    (fact,) = facts(simulated(), ["vllm", "serve", "MODEL"])
+    host = simulated()
+    command = server_of_command(host, ["vllm", "serve", "MODEL"])
+    (fact,) = server_facts(host, command)
     assert corrected(fact) == PREFILL
-    assert command_facts(simulated(), ["ls"]) is None
+    assert server_of_command(host, ["ls"]) is None
 
 
-def test_a_valid_server_names_its_registries(simulated: Simulated) -> None:
-    (fact,) = facts(simulated(), argv(PREFILL, "-dp", "2"))
+def test_a_valid_server_names_its_registries() -> None:
+    server = Server("this command", read_options([TRANSFER, json.dumps(PREFILL), "-dp", "2"]))
+    (fact,) = server_facts(HostView(Path("/nonexistent"), environ={}), server)
     assert fact.found.endswith("registries tcp://127.0.0.1:14579 and tcp://127.0.0.1:14580")
 
 
