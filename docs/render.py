@@ -39,7 +39,7 @@ BEGIN, END = "<!-- Written from docs/side_by_side/ by `make docs`. -->", "<!-- E
 HELP_COLUMNS = 100
 HELP_NAMES = ["-h", "--help"]  # as every command has them when the program runs
 # A wrong byte is no matter of a minute.
-AT_ONCE = ("KV_CHECKSUM_MISMATCH",)
+AT_ONCE = ("KV_CHECKSUM_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION")
 
 
 def configuration() -> str:

@@ -173,8 +173,8 @@ def doctor(
     servers with kvctl's connector. With --from only the fleet, which may have run elsewhere.
 
     With --url, servers of SGLang, vLLM, Dynamo or NIXL's exporter are examined by their metrics alone, read twice five
-    seconds apart: queues that only grow, failures, expired leases, KV that is computed again. The same as -e URL,
-    without checks of this host.
+    seconds apart: queues that only grow, failures, expired leases, KV that is computed again, slow transfers, requests
+    without tokens. The same as -e URL, without checks of this host.
 
     COMMAND is the command line of a server of SGLang or vLLM with kvctl, after --. It is not run; only this host is
     checked, the server's options, environment and packages, and what conflicts with the servers that run here. For

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -18,6 +20,7 @@ from kvctl.commands.output import Output
 from kvctl.commands.queries import run
 from kvctl.commands.room_number import MAX_ROWS, room_number
 from kvctl.commands.settings import Settings
+from kvctl.errors import CliError
 from kvctl.render.report import Grid, Report, Text
 from kvctl.render.rooms import (
     CAUSES,
@@ -203,10 +206,17 @@ def _filtered_state(selection: Selection) -> str | None:
     examples=[
         ("Room 7 on all its ranks", "kvctl rooms show 7"),
         ("The room of a request", "kvctl rooms show cmpl-7f3a"),
+        ("Also as a trace for ui.perfetto.dev", "kvctl rooms show 7 --perfetto room-7.json"),
     ],
 )
 @click.argument("room", type=RoomOrRequest())
-def show(settings: Settings, room: str) -> None:
+@click.option(
+    "--perfetto",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write a trace for ui.perfetto.dev; if the number was reused, of the room shown first.",
+)
+def show(settings: Settings, room: str, perfetto: Path | None) -> None:
     """Show one active or recently finished room: the timeline of all its ranks, and the rank that failed first.
 
     ROOM is a room number, or the id of a request or its beginning, as `kvctl rooms -o wide` shows it.
@@ -220,9 +230,23 @@ def show(settings: Settings, room: str) -> None:
         clocks = {agent.name: agent.clock for agent in survey.agents}
         silent = {fault.agent: fault.problem for fault in survey.faults}
         joined = most_informative_first(join(details, clocks, survey.hosts, silent))
-        return _room_report(room, joined, answered, survey.faults)
+        report = _room_report(room, joined, answered, survey.faults)
+        if perfetto is not None and joined:
+            _write_trace(perfetto, joined[0])
+            report.notes.append(f"wrote {perfetto}: open it in ui.perfetto.dev")
+        return report
 
     run(settings, TIMELINE, (Call("room", {"room": room}),), read, clock_rounds=_CLOCK_ROUNDS)
+
+
+def _write_trace(path: Path, room: RoomTimeline) -> None:
+    from kvctl.render.perfetto import trace
+
+    try:
+        path.write_text(json.dumps(trace(room)), encoding="utf-8")
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise CliError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _room_report(number: str, joined: Sequence[RoomTimeline], answered: int, faults: Sequence[Fault]) -> Report:

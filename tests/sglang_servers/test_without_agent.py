@@ -93,7 +93,7 @@ def test_a_decode_server_stands_still(servers: Servers, undivided: Undivided) ->
 @stock
 @pytest.mark.parametrize("servers", ["tp1+tp2-tp1"], indirect=True, scope="session")
 def test_a_prefill_server_is_gone(servers: Servers, undivided: Undivided) -> None:
-    """Decode counts requests that fail."""
+    """Decode counts requests that fail, and finish without a token."""
     prefill, decode = servers.pair("tp1-tp1")
     with Load(prefill, decode, undivided, threads=2) as load:
         load.wait_answers(2)
@@ -101,6 +101,7 @@ def test_a_prefill_server_is_gone(servers: Servers, undivided: Undivided) -> Non
         expected = {
             ("unreachable", place(prefill.process)),
             ("KV_REQUESTS_FAILED", place(decode)),
+            ("KV_NO_TOKENS", place(decode)),
         }
         wait_named(servers, expected, prefill.process, decode)
     assert load.errors

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from statistics import median
 from typing import NamedTuple
 
 from kvctl.client.metrics.names import (
     EXTERNAL,
     SOURCES,
     Engine,
+    Moved,
     Signal,
     Use,
     exported,
@@ -24,15 +26,19 @@ from kvctl.client.metrics.names import (
 )
 from kvctl.health.answers import inner, text
 from kvctl.health.codes.leases import RECOMPUTED, recomputed_prompts
-from kvctl.health.finding import Code, Finding, Severity, health_code, listed
+from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.render.units import duration
+from kvctl.render.units import duration, size, three_digits
 
 # A queue grows if it does by half and by so many requests, while others leave it.
 _GROWN, _GROWN_SHARE = 4, 0.5
 # SGLang publishes its gauges every 30 s while it is idle, and one request may take as long.
 _STUCK_NS = 31_000_000_000
+_SLOW_FACTOR = 4.0
+_LIKE_SIZE = 2.0
 _LEAST_TRANSFERS, _LEAST_BYTES = 5, 1 << 20
+_LARGE_BYTES = 16 << 20
+_TEN_GBIT = 1.25  # GB/s
 _COMPUTED_SHARE, _COMPUTED_TOKENS = 0.25, 256
 
 
@@ -70,10 +76,11 @@ def _grown(snapshot: Snapshot, agent: Agent, *uses: Use) -> float | None:
     return sum(each.growth or 0 for each in found) if found and snapshot.earlier(agent.name) is not None else None
 
 
-def _transfers(agent: Agent, before: Agent, engine: Engine) -> float:
-    """Returns the number of transfers that ended since the previous snapshot; 0 where it is unknown."""
-    now, then = moved(engine, agent.families), moved(engine, before.families)
-    return 0 if now is None or then is None or then.ns > now.ns else now.since(then).transfers
+def _recent(snapshot: Snapshot, agent: Agent, engine: Engine) -> tuple[Moved | None, Moved | None]:
+    """Returns the transfers since the previous snapshot, and those before; None where they are unknown."""
+    before, now = snapshot.earlier(agent.name), moved(engine, agent.families)
+    then = None if before is None else moved(engine, before.families)
+    return (None, now) if now is None or then is None or then.ns > now.ns else (now.since(then), then)
 
 
 def _while(snapshot: Snapshot) -> str:
@@ -98,7 +105,9 @@ def queue_stuck(snapshot: Snapshot) -> Iterator[Finding]:
         before = snapshot.earlier(agent.name)
         if before is None:
             continue
-        left = (_grown(snapshot, agent, Use.FINISHED, Use.TOKENS) or 0) + _transfers(agent, before, engine)
+        left = _grown(snapshot, agent, Use.FINISHED, Use.TOKENS) or 0
+        recent, _ = _recent(snapshot, agent, engine)
+        left += 0 if recent is None else recent.transfers
         for signal, now in totals(engine, agent.families, Use.QUEUE):
             then = total(before.families, signal) or 0
             # A forward is no progress of a transfer.
@@ -181,6 +190,31 @@ def recomputed(snapshot: Snapshot) -> Iterator[Finding]:
             )
 
 
+@health_code(
+    "KV_NO_TOKENS",
+    Severity.WARNING,
+    "rooms",
+    sees="requests succeed by the metrics, and clients get empty answers",
+    means="An engine that exports its metrics counted requests that ended as they should since the previous reading, "
+    "and not one generated token: clients get empty answers, or the requests were aborted and counted as a success.",
+    remedy="Send one request to the server and look at its answer and at finish_reason; kvctl logs FILE names known "
+    "failures in its log.",
+)
+def no_tokens(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in {agent.name: agent for agent, _ in _servers(snapshot)}.values():
+        finished, tokens = (_grown(snapshot, agent, use) for use in (Use.FINISHED, Use.TOKENS))
+        if finished and tokens == 0:
+            yield no_tokens.finding(
+                agent.name,
+                weight=finished,
+                evidence={"finished": round(finished), "tokens": 0, "apart_ns": snapshot.since_ns},
+                cause=f"{agent.name} counted {counted(finished, 'finished request')} {_while(snapshot)}, and no "
+                "generated token",
+                remedy=f"`kvctl metrics show -e {_url(agent)}` shows its counters; send it one request and look at the "
+                "answer and its finish_reason",
+            )
+
+
 def counted_by_engines(snapshot: Snapshot, code: Code, use: Use, verb: str, step: str) -> Iterator[Finding]:
     """Yields a finding of `code` for each endpoint and engine whose counters of one use are not 0.
 
@@ -207,4 +241,53 @@ def counted_by_engines(snapshot: Snapshot, code: Code, use: Use, verb: str, step
             },
             cause=f"{engine.name} at {agent.name} counted as {verb}: {listed(told)}, {when}",
             remedy=f"`kvctl metrics show -e {_url(agent)}` shows its counters; {step}",
+        )
+
+
+def slow_transfers(snapshot: Snapshot, code: Code) -> Iterator[Finding]:
+    """Yields a finding of `code` for each endpoint whose transfers are slower than before, or than those of others."""
+    earlier: dict[tuple[str, str], dict[str, Moved]] = {}
+    for agent, engine in _servers(snapshot):
+        _, before = _recent(snapshot, agent, engine)
+        if before is not None and before.gb_per_s is not None:
+            earlier.setdefault((engine.name, agent.role), {})[agent.name] = before
+    for agent, engine in _servers(snapshot):
+        recent, before = _recent(snapshot, agent, engine)
+        latest = before if recent is None or not recent.transfers else recent
+        rate = None if latest is None else latest.gb_per_s
+        if latest is None or rate is None or latest.transfers < _LEAST_TRANSFERS:
+            continue
+        mean_bytes = latest.nbytes / latest.transfers
+        alike = {
+            name: each.gb_per_s
+            for name, each in earlier.get((engine.name, agent.role), {}).items()
+            if each.gb_per_s is not None
+            and mean_bytes / _LIKE_SIZE <= each.nbytes / max(1, each.transfers) <= mean_bytes * _LIKE_SIZE
+        }
+        own = alike.pop(agent.name, None)
+        references = {"its transfers before": own if latest is recent else None}
+        references["those of the other servers"] = median(alike.values()) if len(alike) > 1 else None
+        slower = [
+            (reference / rate, reference, words)
+            for words, reference in references.items()
+            if reference is not None and mean_bytes >= _LEAST_BYTES and reference / rate >= _SLOW_FACTOR
+        ]
+        low = mean_bytes >= _LARGE_BYTES and rate < _TEN_GBIT
+        if not slower and not low:
+            continue
+        factor, reference, words = max(slower, default=(_TEN_GBIT / rate, _TEN_GBIT, "a network of 10 Gbit/s"))
+        yield code.finding(
+            agent.name,
+            severity=code.severity if slower else Severity.INFO,
+            weight=factor,
+            evidence={
+                "gb_per_s": round(rate, 4),
+                "reference_gb_per_s": round(reference, 4),
+                "transfers": round(latest.transfers),
+                "mean_bytes": round(mean_bytes),
+            },
+            cause=f"transfers of {engine.name} at {agent.name} ran at {three_digits(rate)} GB/s, {size(mean_bytes)} "
+            f"each, {factor:.0f} times slower than {words} ({three_digits(reference)} GB/s)",
+            remedy=f"`kvctl metrics show -e {_url(agent)}` shows their times and sizes; compare UCX_TLS, "
+            "UCX_NET_DEVICES and the devices of the hosts with servers that are fast",
         )

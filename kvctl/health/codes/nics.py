@@ -1,4 +1,4 @@
-"""Health codes about network devices: ports that are down or idle, faults, the wrong network."""
+"""Health codes about network devices: ports that are down or idle, NUMA nodes, addresses, faults, the wrong network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvctl.health.answers import NO_ROW, Row, amount, counts, inner, number, rows, text, texts
+from kvctl.health.answers import NO_ROW, Row, amount, counts, inner, number, numbers, rows, text, texts
 from kvctl.health.finding import Finding, Severity, counted, health_code, listed
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import percent, size
@@ -364,6 +364,127 @@ def _lane_finding(host: Host, agent: Agent, source: str, evidence: str, numbers_
         remedy=f"`kvctl nics -e {agent.name}` shows the rates; `kvctl status -e {agent.name} -o wide` its lanes and "
         "settings; see that the process may open /dev/infiniband and lock memory (kvctl doctor on its host)",
     )
+
+
+# ---- distance --------------------------------------------------------------------------------------------------
+
+
+@health_code(
+    "KV_NUMA_FAR",
+    Severity.WARNING,
+    "transport",
+    sees="one rank's transfers are slower than its siblings', by a quarter or a half",
+    means="The memory or GPU of a rank and the network port that carries its bytes are on different NUMA nodes, so "
+    "that every byte crosses the link between the processors, although a port on the right node is active; or the rank "
+    "may only run on cores of a node that has neither its port nor its GPU.",
+    remedy="Bind each rank to the port next to its GPU (UCX_NET_DEVICES, Mooncake's device), or to the cores of its "
+    "port's node: numactl --cpunodebind --membind, or the topology manager of Kubernetes.",
+)
+def numa_far(snapshot: Snapshot) -> Iterator[Finding]:
+    for host in snapshot.once(hosts).values():
+        for agent in host.agents:
+            yield from _far(host, agent)
+
+
+def _far(host: Host, agent: Agent) -> Iterator[Finding]:
+    answer = nics_of(agent)
+    used, gpu = [port for port in host.rails[agent.name] if port.is_up], text(answer, "gpu")
+    if gpu:
+        distances = {port.name: inner(port.row, "gpus").get(gpu) for port in host.rdma() if port.is_up}
+        nearer = [name for name, distance in distances.items() if distance not in {"SYS", None}]
+        if used and nearer and all(distances[port.name] == "SYS" for port in used):
+            yield _far_finding(
+                agent,
+                f"{listed(port.name for port in used)}, which carries the bytes of {agent.name}, is on another NUMA "
+                f"node than its GPU {gpu}; {listed(nearer)} is nearer",
+                {"devices": [port.name for port in used], "gpu": gpu, "nearer": nearer},
+            )
+        return
+    cores = numbers(answer, "cpu_nodes")
+    places = [node for port in used if (node := number(port.row, "numa_node")) is not None]
+    if len(places) == len(used) > 0 and cores and not set(places) & set(cores):
+        yield _far_finding(
+            agent,
+            f"{agent.name} may run on NUMA node {_nodes(cores)} only, and {listed(port.name for port in used)}, which "
+            f"carries its bytes, is on node {_nodes(places)}",
+            {"devices": [port.name for port in used], "cpu_nodes": cores, "device_nodes": places},
+        )
+
+
+def _far_finding(agent: Agent, cause: str, evidence: Mapping[str, object]) -> Finding:
+    source = text(inner(nics_of(agent), "lane"), "source")
+    return numa_far.finding(
+        agent.name,
+        evidence={**evidence, "lane_source": source},
+        cause=f"{cause} (known from: {source})",
+        remedy=f"`kvctl nics -e {agent.name} -o wide` shows the node of each port and the GPUs next to it; set "
+        "UCX_NET_DEVICES to a near one, or bind the process to the port's node",
+    )
+
+
+def _nodes(values: Iterable[float]) -> str:
+    return " and ".join(f"{value:.0f}" for value in sorted(set(values)))
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------
+
+
+@health_code(
+    "KV_GID_UNROUTABLE",
+    Severity.WARNING,
+    "transport",
+    sees="RDMA works between some hosts, and times out (retry exceeded) between others",
+    means="RoCE packets are routed between subnets only from a GID of type RoCE v2 with an address of global scope. "
+    "The port of a rank has only link-local or RoCE v1 GIDs, or its settings name such a GID, while the RoCE ports of "
+    "the peers' hosts, or most others of its host, have routable ones. Within one subnet it may "
+    "work nevertheless.",
+    remedy="Give the interface of the port an IP address, and choose the index of its RoCE v2 GID (show_gids; "
+    "UCX_IB_GID_INDEX, MC_GID_INDEX), or unset the index, so that the engine chooses.",
+)
+def gid_unroutable(snapshot: Snapshot) -> Iterator[Finding]:
+    everywhere = [port for host in snapshot.once(hosts).values() for port in host.rdma() if _roce(port)]
+    for port in everywhere:
+        others = [each for each in everywhere if each is not port]
+        if not port.users or not any(_routable(each, None) for each in others):
+            continue
+        wrong = [agent for agent in port.users if not _routable(port, number(nics_of(agent), "gid_index"))]
+        if not wrong:
+            continue
+        index = number(nics_of(wrong[0]), "gid_index")
+        gids = [f"{text(gid, 'gid')} {text(gid, 'kind')}" for gid in rows(port.row.get("gids"))]
+        chosen = (
+            "has only link-local or RoCE v1 addresses" if index is None else f"has no routable GID at index {index:.0f}"
+        )
+        yield gid_unroutable.finding(
+            port.subject,
+            agents=_names(wrong),
+            weight=len(wrong),
+            evidence={
+                "gids": gids,
+                "gid_index": index,
+                "routable_elsewhere": sum(_routable(each, None) for each in others),
+                "interfaces": texts(port.row, "interfaces"),
+            },
+            cause=f"{port.name} of {port.host}, used by {listed(_names(wrong))}, {chosen}, from which packets are not "
+            "routed to other subnets",
+            remedy=f"{_shows(port.host, '-o wide')} lists its GIDs; give "
+            f"{listed(texts(port.row, 'interfaces')) if texts(port.row, 'interfaces') else 'its interface'} an IP "
+            "address, or choose another UCX_IB_GID_INDEX or MC_GID_INDEX",
+        )
+
+
+def _roce(port: Port) -> bool:
+    return text(port.row, "link") == "RoCE" and port.is_up
+
+
+def _routable(port: Port, index: float | None) -> bool:
+    """Returns whether the port's GID of this index, or any of its GIDs if it is None, is routed between subnets."""
+    gids = [gid for gid in rows(port.row.get("gids")) if index is None or number(gid, "index") == index]
+    return any(text(gid, "kind") == "RoCE v2" and not _link_local(text(gid, "gid")) for gid in gids)
+
+
+def _link_local(gid: str) -> bool:
+    return gid.startswith(("fe80:", "::ffff:169.254."))
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------

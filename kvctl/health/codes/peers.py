@@ -1,4 +1,4 @@
-"""Health codes about pairs of agents: lost, stale and incompatible peers."""
+"""Health codes about pairs of agents: lost, stale, slow and incompatible peers, and clock skew."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import FaultCode
 from kvctl.client.names import natural_key
 from kvctl.health.answers import amount, inner, number, numbers, rows, text, texts
 from kvctl.health.codes.facts import (
     FailedRoom,
     Silence,
+    absent,
     all_names,
     common_agents,
     every_room_fails,
@@ -37,9 +39,12 @@ from kvctl.render.units import duration
 
 # Hellos are repeated until they are answered, so after this time every reachable peer knows an agent's incarnation.
 _HELLO_NS = 10_000_000_000
+_MIN_BACKLOG = 100
 # A control thread that gets no core processes every watermark late.
 _MIN_UNSEEN_NS = 5_000_000_000
 _HEARTBEATS = 5
+_SKEW_NS = 5_000_000
+_LARGE_SKEW_NS = 1_000_000_000
 _RECENTLY_LOST_NS = 600_000_000_000
 _FACTOR = re.compile(r"(?P<name>.*\S) (?P<first>\S+) ≠ (?P<second>\S+)")
 
@@ -335,6 +340,43 @@ def _reconnected(snapshot: Snapshot, name: str, failures: Sequence[FailedRoom]) 
 
 
 @health_code(
+    "KV_PEER_BLOCKING",
+    Severity.WARNING,
+    "peers",
+    sees="rooms with one peer stutter, control messages are repeated",
+    means="An agent never waits for a peer: a control message that does not fit its socket's queue is dropped and sent "
+    "again later. A queue this long means that the peer is heard but does not read what it is sent. Peers that are "
+    "completely silent are KV_PEER_LOST.",
+    remedy="Look at the peer's stacks: its control thread is blocked, or its process gets no core.",
+    alert='sum by (instance) (rate(kvctl_control_dropped_total{reason="unsent"}[5m])) > 1',
+)
+def peer_blocking(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.agents.values():
+        before = snapshot.earlier(agent.name)
+        if before is None:
+            continue
+        earlier = {text(row, "peer"): amount(row, "control_queue") for row in before.peers}
+        for row in agent.peers:
+            peer, queue = text(row, "peer"), amount(row, "control_queue")
+            if min(queue, earlier.get(peer, 0)) < _MIN_BACKLOG or peer in snapshot.once(absent):
+                continue
+            yield peer_blocking.finding(
+                pair(agent.name, peer),
+                agents=(agent.name, peer),
+                since_ns=snapshot.since_ns,
+                weight=queue,
+                evidence={
+                    "control_queue": int(queue),
+                    "control_queue_before": int(earlier[peer]),
+                    "rtt_ns": row.get("rtt_ns"),
+                },
+                cause=f"{counted(queue, 'control message')} from {agent.name} to {peer} cannot be sent: {peer} reads "
+                "too slowly, so further messages are dropped and repeated",
+                remedy=f"`kvctl stacks -e {peer}` shows what its control thread does instead of reading",
+            )
+
+
+@health_code(
     "KV_SUBSCRIBER_DEAD",
     Severity.CRITICAL,
     "peers",
@@ -493,3 +535,60 @@ def _mismatched_rooms(
             severity=severity,
             agents=(rank, *named),
         )
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------
+
+
+@health_code(
+    "KV_CLOCK_SKEW",
+    Severity.WARNING,
+    "peers",
+    sees="timelines of the two ends of a room disagree",
+    means="The wall clock of a host differs from that of another host by more than 5 ms beyond the uncertainty of the "
+    "round trips. Agents use no wall clock for decisions; logs, traces and room timelines use it. kvctl shows events "
+    "and rooms on one clock, that of the machine it runs on.",
+    remedy="Let chrony or NTP synchronise the clocks of all hosts.",
+)
+def clock_skew(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yields a finding for each host whose clock differs from that of the host in the middle.
+
+    Agents of one host whose clocks differ, and agents of a single host, stand for themselves.
+    """
+    clocks = _clocks(snapshot)
+    if len(clocks) < 2:
+        return
+    ranks = sorted((clock.correction_ns, name) for name, (clock, agents) in clocks.items() for _ in agents)
+    _, reference = ranks[len(ranks) // 2]
+    middle, _ = clocks[reference]
+    for name in sorted(clocks, key=natural_key):
+        clock, agents = clocks[name]
+        offset, error = clock.correction_ns - middle.correction_ns, clock.error_ns + middle.error_ns
+        bound = abs(offset) - error
+        if name == reference or bound <= _SKEW_NS:
+            continue
+        yield clock_skew.finding(
+            f"{name} ↔ {reference}",
+            severity=Severity.WARNING if bound > _LARGE_SKEW_NS else Severity.INFO,
+            agents=agents,
+            weight=len(agents),
+            evidence={"offset_ns": offset, "error_ns": error, "bound_ns": bound},
+            cause=f"the clock of {name} is {duration(bound)} or more {'ahead of' if offset > 0 else 'behind'} that of "
+            f"{reference}: {duration(abs(offset))} ± {duration(error)}",
+            remedy="`kvctl hosts` shows every offset; `timedatectl` on those hosts shows whether NTP keeps the clock; "
+            "kvctl corrects timelines for it, logs and traces are not corrected",
+        )
+
+
+def _clocks(snapshot: Snapshot) -> dict[str, tuple[ClockOffset, list[str]]]:
+    """Returns the clocks with the agents that read them, by host; by agent if the agents of its host differ."""
+    hosts: dict[str, list[Agent]] = {}
+    for agent in snapshot.agents.values():
+        hosts.setdefault(agent.answer.host, []).append(agent)
+    found: dict[str, tuple[ClockOffset, list[str]]] = {}
+    for host, agents in hosts.items():
+        if host and len(hosts) > 1 and len({agent.answer.clock for agent in agents}) == 1:
+            found[host] = agents[0].answer.clock, [agent.name for agent in agents]
+        else:
+            found |= {agent.name: (agent.answer.clock, [agent.name]) for agent in agents}
+    return found

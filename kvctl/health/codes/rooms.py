@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvctl.client.metrics.names import Use
+from kvctl.health.answers import amount
 from kvctl.health.codes.engine_metrics import counted_by_engines
 from kvctl.health.codes.facts import (
     FailedRoom,
@@ -13,12 +14,60 @@ from kvctl.health.codes.facts import (
     failed_rooms,
     failure_alert,
     failure_finding,
+    unopened_rooms,
 )
-from kvctl.health.finding import Finding, Severity, counted, health_code, listed, named_in
+from kvctl.health.finding import Code, Finding, Severity, counted, health_code, listed, named_in
 from kvctl.health.snapshot import Snapshot
 from kvctl.render.units import duration
 
+_MIN_WAITING_ROOMS = 8
+_MIN_WAIT_NS = 20_000_000_000
 _MIN_SUCCESSES = 20
+_REPORT = "save `kvctl record incident.kvrec --for 2s` and report it: this must never happen"
+
+
+# ---- corrupt data ----------------------------------------------------------------------------------------------
+
+
+def _corruption(snapshot: Snapshot, code: Code, symptom: str, remedy: str) -> Iterator[Finding]:
+    """Yields findings about data corruption detected under this code.
+
+    Recent failures are grouped by the agent that the failure text blames; for earlier failures only the agent's counter
+    is reported.
+
+    Args:
+        symptom: description of the corruption, the beginning of the cause.
+        remedy: advice that ends the remedy.
+    """
+    recent = snapshot.once(failed_rooms).get(code.name, ())
+    by_culprit: dict[str, list[FailedRoom]] = {}
+    for failed in recent:
+        names = named_in(failed.text, snapshot.once(all_names))
+        by_culprit.setdefault(next((name for name in names if name != failed.rank), failed.rank), []).append(failed)
+    for culprit, failures in by_culprit.items():
+        found_by = sorted({failed.rank for failed in failures})
+        yield failure_finding(
+            snapshot,
+            code,
+            failures,
+            f"{symptom} in {counted(len(failures), 'room')}, found by {listed(found_by)}",
+            f"the part and its path; {remedy}",
+            subject=culprit,
+            agents=(culprit, *found_by),
+            evidence={"found_by": found_by},
+        )
+    reported = {name for failed in recent for name in failed.known_to}
+    for agent in snapshot.agents.values():
+        count = agent.total("kvctl_room_failures_total", code=code.name) or 0
+        if count > 0 and agent.name not in reported:
+            yield code.finding(
+                agent.name,
+                severity=Severity.WARNING,
+                weight=count,
+                evidence={"failed_rooms": int(count)},
+                cause=f"{symptom} in {counted(count, 'room')} of {agent.name} since its start, but not recently",
+                remedy=f"`kvctl events -e {agent.name}` may still contain the event; {remedy}",
+            )
 
 
 @health_code(
@@ -34,38 +83,39 @@ _MIN_SUCCESSES = 20
     alert=failure_alert("KV_CHECKSUM_MISMATCH"),
 )
 def checksum_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
-    """Yields findings about recent failures by the agent that they blame, and about counters of earlier failures."""
-    code, symptom = checksum_mismatch.name, "received bytes differ from the bytes sent"
-    advice = "take the writer out of service until its memory and network card are checked"
-    recent = snapshot.once(failed_rooms).get(code, ())
-    by_culprit: dict[str, list[FailedRoom]] = {}
-    for failed in recent:
-        names = named_in(failed.text, snapshot.once(all_names))
-        by_culprit.setdefault(next((name for name in names if name != failed.rank), failed.rank), []).append(failed)
-    for culprit, failures in by_culprit.items():
-        found_by = sorted({failed.rank for failed in failures})
-        yield failure_finding(
-            snapshot,
-            checksum_mismatch,
-            failures,
-            f"{symptom} in {counted(len(failures), 'room')}, found by {listed(found_by)}",
-            f"the part and its path; {advice}",
-            subject=culprit,
-            agents=(culprit, *found_by),
-            evidence={"found_by": found_by},
-        )
-    reported = {name for failed in recent for name in failed.known_to}
-    for agent in snapshot.agents.values():
-        count = agent.total("kvctl_room_failures_total", code=code) or 0
-        if count > 0 and agent.name not in reported:
-            yield checksum_mismatch.finding(
-                agent.name,
-                severity=Severity.WARNING,
-                weight=count,
-                evidence={"failed_rooms": int(count)},
-                cause=f"{symptom} in {counted(count, 'room')} of {agent.name} since its start, but not recently",
-                remedy=f"`kvctl events -e {agent.name}` may still contain the event; {advice}",
-            )
+    return _corruption(
+        snapshot,
+        checksum_mismatch,
+        "received bytes differ from the bytes sent",
+        "take the writer out of service until its memory and network card are checked",
+    )
+
+
+@health_code(
+    "KV_PAGE_REUSED",
+    Severity.CRITICAL,
+    "rooms",
+    sees="corruption after rooms were aborted or timed out",
+    means="Pages or ring regions were given to another room while a write to them was still in flight. The design "
+    "excludes this: memory is released only when its writer has reported that nothing is in flight, or is proven dead.",
+    remedy="Save a recording and report it.",
+    alert=failure_alert("KV_PAGE_REUSED"),
+)
+def page_reused(snapshot: Snapshot) -> Iterator[Finding]:
+    return _corruption(snapshot, page_reused, "memory was reused during a write", _REPORT)
+
+
+@health_code(
+    "KV_READY_VIOLATION",
+    Severity.CRITICAL,
+    "rooms",
+    sees="text that is wrong at the edges of chunks",
+    means="A part was posted before the event that reports that its pages are computed.",
+    remedy="Save a recording and report it.",
+    alert=failure_alert("KV_READY_VIOLATION"),
+)
+def ready_violation(snapshot: Snapshot) -> Iterator[Finding]:
+    return _corruption(snapshot, ready_violation, "a part was sent before it was computed", _REPORT)
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------
@@ -76,14 +126,17 @@ def checksum_mismatch(snapshot: Snapshot) -> Iterator[Finding]:
     Severity.WARNING,
     "rooms",
     sees="no errors, but no KV is transferred",
-    means="Rooms succeed without a byte of KV: the decode engine computes the prompts itself, or asks for prefill "
-    "only. Rooms that no decode rank opens are KV_ROOM_STUCK_BOOTSTRAP.",
+    means="Requests arrive and no KV is transferred: the router sends requests to one side only, or the decode engine "
+    "computes the prompts itself, so that rooms succeed without a byte.",
     remedy="Check the router: which workers it knows, and whether it gives both sides the same room.",
     alert="sum by (namespace) (rate(kvctl_rooms_finished_total[10m])) > 0 and "
     "sum by (namespace) (rate(kvctl_part_bytes_total[10m])) == 0",
 )
 def idle(snapshot: Snapshot) -> Iterator[Finding]:
-    for agent in snapshot.of_role("decode"):
+    decode = list(snapshot.of_role("decode"))
+    if decode and all(agent.total("kvctl_rooms_opened_total") == 0 for agent in decode):
+        yield from _prefill_only(snapshot)
+    for agent in decode:
         successes = snapshot.since_before(agent.name, "kvctl_rooms_finished_total", result="Success")
         nbytes = snapshot.since_before(agent.name, "kvctl_part_bytes_total")
         if successes is None or successes < _MIN_SUCCESSES or nbytes != 0:
@@ -97,6 +150,30 @@ def idle(snapshot: Snapshot) -> Iterator[Finding]:
             remedy=f"`kvctl rooms history -e {agent.name}` shows their pages: with 0 pages each, the decode engine "
             "computes the prompts itself or asks for prefill only",
         )
+
+
+def _prefill_only(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yields a finding about rooms that prefill ranks began, if many wait and no decode rank has opened any."""
+    waiting = [
+        (agent, row)
+        for agent, row in unopened_rooms(snapshot, refused=False)
+        if amount(row, "state_age_ns") >= _MIN_WAIT_NS
+    ]
+    if len(waiting) < _MIN_WAITING_ROOMS:
+        return
+    prefill = sorted({agent.name for agent, _ in waiting})
+    decode = sorted(agent.name for agent in snapshot.of_role("decode"))
+    yield idle.finding(
+        decode[0],
+        agents=(*decode, *prefill),
+        since_ns=max(int(amount(row, "state_age_ns")) for _, row in waiting),
+        weight=len(waiting),
+        evidence={"waiting_rooms": len(waiting), "opened_rooms": 0, "prefill": prefill, "decode": decode},
+        cause=f"{listed(prefill)} began {counted(len(waiting), 'room')} and {listed(decode)} never opened one: "
+        "requests reach only the prefill side",
+        remedy="`kvctl agents` lists the decode ranks that are here; the router's log shows which ones get these "
+        "requests",
+    )
 
 
 @health_code(

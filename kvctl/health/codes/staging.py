@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -33,6 +34,7 @@ _MIN_ASKED_NS = 10_000_000_000
 # A peer that was lost only for a short time drains and so releases the memory.
 _MIN_QUARANTINE_NS = 10_000_000_000
 _MIB = 1 << 20
+_WATERMARK = re.compile(r"watermark round (-?\d+) tail (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,13 @@ def _nbytes(allocation: Row) -> int:
     means="Staged parts are written to regions of the decode rank's ring, and a later region that shares bytes with an "
     "earlier one waits until that is free. One old region that its writer neither writes nor returns blocks all later "
     "ones. The agent revokes an unwritten grant after 5 s and places later grants around a region whose writer is "
-    "silent; what is reported here has lasted longer: a stopped writer, a write that does not finish, or, with engines "
-    "whose grants nobody revokes, rooms that wait for each other.",
+    "silent; what is reported here has lasted longer: a stopped writer, or a write that does not finish.",
     remedy="Release the allocation, so that later grants go around it; then continue or end the writer. kvctl staging "
     "lists all allocations, the oldest first.",
     alert="sum by (instance) (kvctl_parts_parked) > 0 and sum by (instance) (rate(kvctl_parts_total[1m])) == 0",
 )
 def ring_pinned(snapshot: Snapshot) -> Iterator[Finding]:
+    in_cycles = {serial for cycle in snapshot.once(_cycles) for serial in cycle.serials}
     for agent in snapshot.of_role("decode"):
         allocations = _allocations(agent)
         oldest = next((each for each in allocations if not each.get("aside")), None)
@@ -101,7 +103,7 @@ def ring_pinned(snapshot: Snapshot) -> Iterator[Finding]:
         reported: set[str] = set()  # one finding for all regions of one silent writer
         for allocation in allocations:
             writer = text(allocation, "writer")
-            if writer in reported:
+            if (agent.name, str(allocation.get("serial"))) in in_cycles or writer in reported:
                 continue
             blocks = allocation is oldest and bool(waiting)
             if _is_pinned(agent, allocation, blocks):
@@ -264,6 +266,158 @@ def ring_gated_empty(snapshot: Snapshot) -> Iterator[Finding]:
             "`kvctl record incident.kvrec --for 2s` saves the data for a report, because this is a bug; "
             f"`kvctl rooms abort {text(stuck[0].row, 'room')}` ends the wait",
         )
+
+
+class _Part(NamedTuple):
+    """Identity of a part that a writer sends to a decode rank."""
+
+    room: str
+    writer: str
+    decode: str
+    chunk: str
+    layers: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Cycle:
+    """A deadlock: each part waits for the next part in the tuple, the last part for the first.
+
+    Attributes:
+        for_memory: for each part, True if its forward waits for memory, False if the part waits for its ring region.
+        serials: the unwritten regions of the parts, as (decode rank, serial).
+        age_ns: age of the most recent wait.
+    """
+
+    parts: tuple[_Part, ...]
+    for_memory: tuple[bool, ...]
+    serials: tuple[tuple[str, str], ...]
+    age_ns: int
+
+
+class _WaitGraph:
+    """Directed graph of parts that wait for other parts; only waits that last long are included.
+
+    A gated part waits for the parts whose ring regions come before its own region. A part whose forward has not begun
+    waits for memory on its writer, which is held by rooms whose parts are computed and gated there. A cycle of such
+    waits ends only if some part gives up its ring region.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        # Agents revoke unwritten grants after 5 s, which breaks such a cycle; only longer waits are included.
+        self.gated = {
+            self._part(row, agent.name, text(row, "peer")): row
+            for agent in snapshot.of_role("prefill")
+            for row in rows(agent.staging.get("gated"))
+            if amount(row, "age_ns") >= _SLOW_NS and _WATERMARK.fullmatch(text(row, "waiting_for"))
+        }
+        self.regions = {
+            self._part(row, text(row, "writer"), agent.name): row
+            for agent in snapshot.of_role("decode")
+            for row in _allocations(agent)
+            if text(row, "state") == "granted"
+            and not row.get("aside")
+            and not row.get("posted")
+            and amount(row, "age_ns") >= _SLOW_NS
+        }
+        # (writer, room) of forwards that have not begun.
+        self.not_begun = {
+            (agent.name, text(row, "room"))
+            for agent in snapshot.of_role("prefill")
+            for row in agent.rooms
+            if text(row, "state") == "WaitingForInput"
+        }
+
+    @staticmethod
+    def _part(row: Row, writer: str, decode: str) -> _Part:
+        return _Part(text(row, "room"), writer, decode, str(row.get("chunk")), str(row.get("layers")))
+
+    def waits_for(self, part: _Part) -> Iterator[_Part]:
+        if part in self.gated:
+            match = _WATERMARK.fullmatch(text(self.gated[part], "waiting_for"))
+            assert match is not None
+            position = int(match[1]), int(match[2])
+            for other, region in self.regions.items():
+                before = (amount(region, "round"), amount(region, "offset")) < position
+                if before and other.decode == part.decode and other != part:
+                    yield other
+        elif (part.writer, part.room) in self.not_begun:
+            yield from (other for other in self.gated if other.writer == part.writer and other.room != part.room)
+
+    def cycle_from(self, start: _Part, visited: set[_Part]) -> list[_Part]:
+        """Returns a cycle of parts reachable from `start`, [] if there is none; adds all parts reached to `visited`."""
+        path: list[_Part] = []
+        steps: list[Iterator[_Part]] = [iter((start,))]
+        while steps:
+            part = next(steps[-1], None)
+            if part is None:
+                steps.pop()
+                if path:
+                    path.pop()
+            elif part in path:
+                return path[path.index(part) :]
+            elif part not in visited:
+                visited.add(part)
+                path.append(part)
+                steps.append(self.waits_for(part))
+        return []
+
+
+def _cycles(snapshot: Snapshot) -> list[_Cycle]:
+    """Returns the cycles in the wait graph; no part is in more than one cycle."""
+    graph = _WaitGraph(snapshot)
+    found: list[_Cycle] = []
+    visited: set[_Part] = set()
+    for start in graph.gated:
+        parts = [] if start in visited else graph.cycle_from(start, visited)
+        if parts:
+            ages = [amount(graph.gated.get(part) or graph.regions[part], "age_ns") for part in parts]
+            serials = [(part.decode, str(graph.regions[part].get("serial"))) for part in parts if part in graph.regions]
+            for_memory = tuple(part not in graph.gated for part in parts)
+            found.append(_Cycle(tuple(parts), for_memory, tuple(serials), int(min(ages))))
+    return found
+
+
+@health_code(
+    "KV_RING_CYCLE",
+    Severity.CRITICAL,
+    "staging",
+    sees="nothing moves, nothing has failed",
+    means="Rooms wait for each other in a cycle: a computed part waits for the ring regions before its own, one of "
+    "those is granted to a room whose forward has not begun, and that forward waits for memory that the computed rooms "
+    "hold until they are sent. The agent revokes unwritten grants after 5 s to break such cycles; this one has lasted "
+    "longer.",
+    remedy="Release one region of the cycle; then enlarge the ring, or the prefill ranks' pools.",
+)
+def ring_cycle(snapshot: Snapshot) -> Iterator[Finding]:
+    for cycle in snapshot.once(_cycles):
+        rooms = list(dict.fromkeys(part.room for part in cycle.parts))
+        decode, serial = cycle.serials[0]
+        steps = _steps(cycle)
+        yield ring_cycle.finding(
+            f"room {min(rooms, key=lambda room: (len(room), room))}",
+            agents=(name for part in cycle.parts for name in (part.decode, part.writer)),
+            since_ns=cycle.age_ns,
+            weight=len(rooms),
+            evidence={"cycle": steps, "rooms": rooms, "age_ns": cycle.age_ns},
+            cause=f"parts of {counted(len(rooms), 'room')} have waited for each other for {duration(cycle.age_ns)}: "
+            + "; ".join(steps),
+            remedy=f"`kvctl staging release {decode}:{serial}` breaks it; and give {decode} a larger staging_ring_mb"
+            + (" or the prefill ranks more pages" if any(cycle.for_memory) else ""),
+        )
+
+
+def _steps(cycle: _Cycle) -> list[str]:
+    return [
+        f"room {part.room} on {part.writer} waits "
+        + (
+            f"for memory that room {other.room} holds there"
+            if for_memory
+            else f"behind room {other.room} of {other.writer} in {part.decode}'s ring"
+        )
+        for part, other, for_memory in zip(
+            cycle.parts, (*cycle.parts[1:], cycle.parts[0]), cycle.for_memory, strict=True
+        )
+    ]
 
 
 # ---- too small -------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Health codes about connections and transfer engines: slow lanes, waiting parts, GPUs, limits."""
+"""Health codes about connections and transfer engines: slow lanes, waiting parts, GPUs, limits, implausible metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvctl.health.answers import Row, amount, inner, number, text, texts
+from kvctl.health.answers import Row, amount, inner, number, rows, text, texts
+from kvctl.health.codes.engine_metrics import slow_transfers
 from kvctl.health.codes.facts import (
     absent,
     all_names,
@@ -18,10 +19,19 @@ from kvctl.health.codes.network import slow_pairs
 from kvctl.health.codes.staging import gated_writers
 from kvctl.health.finding import Finding, Severity, counted, health_code, listed, named_in, pair
 from kvctl.health.snapshot import Agent, Snapshot
-from kvctl.render.units import duration, percent, three_digits
+from kvctl.render.units import duration, percent, size, three_digits
 
+# One write within a host runs at the speed of one or two copies. TCP over the loopback device reaches a fifth of that,
+# and takes 10 µs for a small descriptor where shared memory takes 1. Measurements from the start of the ranks, when all
+# ranks are busy, are ignored; measurements of a later probe are used.
+_MIN_MEMORY_SHARE = 1 / 20
+_MIN_MEMORY_SHARE_TCP = 1 / 4
+_TCP_DESCRIPTOR_NS = 8_000
 _STARTUP_NS = 30_000_000_000
 _MIN_PARTS = 20
+_TINY_BYTES = 2048
+_MANY_DESCRIPTORS = 1000
+_LONG_POST_S = 0.02
 _LONG_GAP_S = 2.0
 _GAP_FACTOR = 50.0
 _LONG_OBSERVATION_NS = 10_000_000_000
@@ -30,6 +40,8 @@ _GAP_STAGES = ("gate", "queue", "gather")
 _LONG_GIL_WAIT_S = 0.001
 _FDS_LOW = 0.8
 _FDS_CRITICAL = 0.95
+# Far above the rate of any NVLink connection or network card.
+_MAX_GB_PER_S = 10_000.0
 _WIRE = 'rate(kvctl_stage_seconds_sum{stage="wire"}[5m]) / rate(kvctl_stage_seconds_count{stage="wire"}[5m])'
 
 
@@ -44,10 +56,12 @@ _WIRE = 'rate(kvctl_stage_seconds_sum{stage="wire"}[5m]) / rate(kvctl_stage_seco
     means="The engine chooses the lane: RDMA, CUDA IPC, shared memory, TCP. If a requirement is missing, it uses a "
     "slower one without an error: different PID or IPC namespaces disable cuda_ipc and shared memory, UCX_TLS or "
     "UCX_NET_DEVICES exclude the fast device. A lane is slow if one writer's parts take five times as long on the wire "
-    "as those of the other writers, by part and by byte. Which lane carries bytes between GPUs is told by Mooncake's "
-    "engine; NIXL does not tell, so it is inferred from the measured rate (evidence lane_source says which): CUDA IPC "
-    "over NVLink runs at hundreds of GB/s, a copy through the host at one or two. Such a lane is slow if the hardware "
-    "has a faster one: CUDA IPC within a host, RDMA from a host with such devices.",
+    "as those of the other writers, by part and by byte, or if kvctl peers probe measured a lane within one host far "
+    "below the speed of memory. Which lane carries bytes between GPUs is told by Mooncake's engine; NIXL does not "
+    "tell, so it is inferred from the measured rate (evidence lane_source says which): CUDA IPC over NVLink runs at "
+    "hundreds of GB/s, a copy through the host at one or two. Such a lane is slow if the hardware has a faster one: "
+    "CUDA IPC within a host, RDMA from a host with such devices. Of engines without an agent, transfers are "
+    "compared with earlier ones and with those of other servers.",
     remedy="Measure the lane with kvctl peers probe; compare UCX_TLS, UCX_NET_DEVICES, namespaces and devices of the "
     "two hosts with a pair that is fast (kvctl doctor). Between GPUs: UCX_TLS with cuda_ipc, both GPUs visible to both "
     "processes (CUDA_VISIBLE_DEVICES), containers with --ipc=host --pid=host; nvidia-peermem for RDMA.",
@@ -79,7 +93,9 @@ def lane_slow(snapshot: Snapshot) -> Iterator[Finding]:
         )
     yield from _slow_between_hosts(snapshot)
     for agent in snapshot.of_role("prefill"):
+        yield from _slower_than_memory(snapshot, agent)
         yield from _slower_than_hardware(agent)
+    yield from slow_transfers(snapshot, lane_slow)
 
 
 def _slow_between_hosts(snapshot: Snapshot) -> Iterator[Finding]:
@@ -108,11 +124,47 @@ def _slow_between_hosts(snapshot: Snapshot) -> Iterator[Finding]:
         )
 
 
+def _slower_than_memory(snapshot: Snapshot, agent: Agent) -> Iterator[Finding]:
+    """Yields one finding about all lanes of this writer within its host that do not use shared memory."""
+    memory = number(agent.status, "memory_gb_per_s")
+    slow: list[tuple[float, Row]] = []
+    for row in agent.peers:
+        lane, descriptor = number(row, "lane_gb_per_s"), amount(row, "lane_descriptor_ns")
+        if not memory or lane is None or row.get("same_host") is not True or not _probed(snapshot, agent, row):
+            continue
+        if row.get("lane_kind"):  # between GPUs, where the speed of the host's memory does not matter
+            continue
+        if lane < memory * (_MIN_MEMORY_SHARE_TCP if descriptor >= _TCP_DESCRIPTOR_NS else _MIN_MEMORY_SHARE):
+            slow.append((lane, row))
+    if not memory or not slow:
+        return
+    lane, worst = min(slow, key=lambda each: each[0])
+    peers = [text(row, "peer") for _, row in slow]
+    yield lane_slow.finding(
+        agent.name,
+        agents=(agent.name, *peers),
+        since_ns=int(amount(worst, "lane_measured_age_ns")),
+        weight=len(slow),
+        evidence={
+            "lane": text(worst, "lane"),
+            "lane_gb_per_s": round(lane, 3),
+            "memory_gb_per_s": round(memory, 3),
+            "lane_descriptor_ns": number(worst, "lane_descriptor_ns"),
+            "slow_to": peers,
+        },
+        cause=f"one large write from {agent.name} to {text(worst, 'peer')} on the same host ran at "
+        f"{three_digits(lane)} GB/s{_more_lanes(slow)}, where one thread copies memory at {three_digits(memory)} GB/s: "
+        "it does not go through shared memory",
+        remedy=f"`kvctl peers probe --busy {agent.name}` measures it again; if it stays slow, check that both run in "
+        "one IPC and PID namespace and that UCX_TLS allows sm (cma, posix, cuda_ipc)",
+    )
+
+
 def _slower_than_hardware(agent: Agent) -> Iterator[Finding]:
     """Yields a finding about the lanes of this writer's GPU that do not use the fastest hardware, per expected kind.
 
-    Measurements from the busy start of the ranks are valid: GPUs copy without the CPU, and kinds of lanes differ by a
-    factor of 20.
+    Unlike for lanes of host memory, measurements from the ranks' start are valid: GPUs copy without the CPU, and kinds
+    of lanes differ by a factor of 20.
     """
     slow: dict[str, list[Row]] = {}
     for row in agent.peers:
@@ -163,7 +215,62 @@ def _more_lanes(slow: list[Row] | list[tuple[float, Row]]) -> str:
     return f", and {counted(len(slow) - 1, 'more lane')} like it" if len(slow) > 1 else ""
 
 
+def _probed(snapshot: Snapshot, agent: Agent, row: Row) -> bool:
+    """Returns whether the lane in `row` was measured long after the start of both agents."""
+    age = number(row, "lane_measured_age_ns")
+    ends = [agent, snapshot.agents.get(text(row, "peer"))]
+    uptimes = [amount(end.status, "uptime_ns") for end in ends if end is not None]
+    return age is not None and len(uptimes) == len(ends) and age + _STARTUP_NS <= min(uptimes)
+
+
 # ---- time before the wire --------------------------------------------------------------------------------------
+
+
+@health_code(
+    "KV_DESCRIPTOR_FLOOD",
+    Severity.WARNING,
+    "transport",
+    sees="bandwidth falls as concurrency grows, one core per writer is busy in the engine",
+    means="If the two sides split heads differently, the slice path sends one descriptor of a few hundred bytes for "
+    "each token and layer. Posting them takes longer than transferring the bytes.",
+    remedy="Let parts be staged (staging=on or auto): gathered, sent as one write, scattered.",
+    alert='sum by (instance) (rate(kvctl_descriptors_total{path="slice"}[5m])) > 1000 * sum by (instance) '
+    '(rate(kvctl_writes_total{path="slice"}[5m])) and sum by (instance) '
+    '(rate(kvctl_stage_seconds_sum{stage="post"}[5m])) > 2 * sum by (instance) '
+    '(rate(kvctl_stage_seconds_sum{stage="wire"}[5m]))',
+)
+def descriptor_flood(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.of_role("prefill"):
+        descriptors = snapshot.since_before(agent.name, "kvctl_descriptors_total", path="slice") or 0
+        writes = snapshot.since_before(agent.name, "kvctl_writes_total", path="slice") or 0
+        nbytes = snapshot.since_before(agent.name, "kvctl_part_bytes_total", path="slice") or 0
+        post, wire = (
+            snapshot.histogram_since_before(agent.name, "kvctl_stage_seconds", stage=stage)
+            for stage in ("post", "wire")
+        )
+        if post is None or wire is None or writes < _MIN_PARTS or not descriptors or not nbytes:
+            continue
+        descriptor_bytes, per_part = nbytes / descriptors, descriptors / writes
+        if descriptor_bytes > _TINY_BYTES or per_part < _MANY_DESCRIPTORS:
+            continue
+        if post.mean_s < max(_LONG_POST_S, 2 * wire.mean_s):
+            continue
+        ratio = post.seconds / (post.seconds + wire.seconds)
+        yield descriptor_flood.finding(
+            agent.name,
+            weight=per_part,
+            evidence={
+                "descriptors_a_part": round(per_part),
+                "bytes_a_descriptor": round(descriptor_bytes),
+                "post_a_part_ns": round(post.mean_s * 1e9),
+                "wire_a_part_ns": round(wire.mean_s * 1e9),
+                "post_ratio": round(ratio, 3),
+            },
+            cause=f"{agent.name} posts {per_part:.0f} descriptors of {size(descriptor_bytes)} for each part, which "
+            f"takes {duration(post.mean_s * 1e9)}, {percent(ratio)} of the time in the engine",
+            remedy=f"`kvctl config -e {agent.name}` shows path and staging: with staging on, a part is one write; "
+            "larger pages help too",
+        )
 
 
 @health_code(
@@ -383,3 +490,84 @@ def ports_low(snapshot: Snapshot) -> Iterator[Finding]:
 )
 def register_failed(snapshot: Snapshot) -> Iterator[Finding]:
     return iter(())
+
+
+# ---- implausible metrics ---------------------------------------------------------------------------------------
+
+_Wrong = dict[str, tuple[float, str]]
+
+
+@health_code(
+    "KV_METRIC_IMPLAUSIBLE",
+    Severity.WARNING,
+    "transport",
+    sees="dashboards show impossible values",
+    means="Some number is below zero, a counter went down without a restart of the agent, a rate is above that of any "
+    "lane, or a room has more cells than planned. Throughput is bytes divided by the wall-clock union of the "
+    "transfers' spans, so it cannot exceed the lane's rate.",
+    remedy="Report it with a recording, and do not trust values derived from the number.",
+    alert="min by (instance) (kvctl_ring_used_bytes) < 0",
+)
+def metric_implausible(snapshot: Snapshot) -> Iterator[Finding]:
+    for agent in snapshot.agents.values():
+        if agent.answer.endpoint.metrics:  # SGLang's utilization is -1 where it is unknown
+            continue
+        wrong = {**_negative(agent), **_too_large(agent), **_decreased(snapshot, agent)}
+        if not wrong:
+            continue
+        metric, (value, reason) = next(iter(wrong.items()))
+        yield metric_implausible.finding(
+            agent.name,
+            weight=len(wrong),
+            evidence={name: number for name, (number, _) in wrong.items()},
+            cause=f"{agent.name} reports {metric} = {value:g}, {reason}",
+            remedy="`kvctl record incident.kvrec --for 2s` saves the data for a report; do not trust values derived "
+            f"from {metric} meanwhile",
+        )
+
+
+def _negative(agent: Agent) -> _Wrong:
+    found: _Wrong = {}
+    for name, family in agent.families.items():
+        for sample in rows(family.get("samples")):
+            for value in (number(sample, "value"), number(sample, "sum"), number(sample, "count")):
+                if value is not None and value < 0:
+                    found[name] = value, "which is below zero"
+    rate = number(inner(agent.status, "rate"), "gb_per_s")
+    if rate is not None and rate < 0:
+        found["rate.gb_per_s"] = rate, "which is below zero"
+    return found
+
+
+def _too_large(agent: Agent) -> _Wrong:
+    found: _Wrong = {}
+    rate = number(inner(agent.status, "rate"), "gb_per_s")
+    if rate is not None and rate > _MAX_GB_PER_S:
+        found["rate.gb_per_s"] = rate, f"above the {_MAX_GB_PER_S:g} GB/s of any lane"
+    ring = inner(agent.staging, "ring")
+    if amount(ring, "high_water_bytes") > amount(ring, "size_bytes"):
+        found["ring.high_water_bytes"] = amount(ring, "high_water_bytes"), "more than the size of the ring"
+    for row in agent.rooms:
+        coverage = inner(row, "coverage")
+        planned = number(coverage, "planned")
+        for key in ("sent", "landed", "scattered"):
+            cells = number(coverage, key)
+            if planned and cells is not None and cells > planned:
+                reason = f"more cells than the {planned:g} planned of room {text(row, 'room')}"
+                found[f"coverage.{key}"] = cells, reason
+    return found
+
+
+def _decreased(snapshot: Snapshot, agent: Agent) -> _Wrong:
+    """Returns the counters that decreased since the previous snapshot without a restart of the agent."""
+    before = snapshot.earlier(agent.name)
+    if before is None:
+        return {}
+    found: _Wrong = {}
+    for name, family in agent.families.items():
+        if text(family, "kind") != "counter":
+            continue
+        after, earlier = agent.total(name), before.total(name)
+        if after is not None and earlier is not None and after < earlier:
+            found[name] = after, f"less than the {earlier:g} in the reading before"
+    return found

@@ -29,7 +29,10 @@ from kvctl.render.units import duration, size, three_digits
 from kvctl_agent.contract import VERSION
 from kvctl_agent.contract.snapshots import Hello
 
-_CODES = ("KV_NIC_DOWN", "KV_RAIL_IDLE", "KV_LANE_NOT_RDMA", "KV_NIC_ERRORS", "KV_LANE_SLOW")
+_CODES = (
+    *("KV_CLOCK_SKEW", "KV_NIC_DOWN", "KV_RAIL_IDLE", "KV_LANE_NOT_RDMA", "KV_NUMA_FAR", "KV_GID_UNROUTABLE"),
+    *("KV_NIC_ERRORS", "KV_LANE_SLOW"),
+)
 # A pair is slow if a quarter of the pairs is so many times faster, also when it is measured again.
 _SLOW_FACTOR = 5
 _LATE_FACTOR = 10

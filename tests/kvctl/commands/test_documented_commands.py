@@ -11,7 +11,7 @@ from kvctl.commands.mcp_server import READING
 from tests.test_docs import Mention, mentions, parse, words_of
 
 # They choose other agents or files, or do not end.
-ELSEWHERE = {"-e", "-c", "--from", "-w", "--key", "--server-key", "--prune", "--help", "--url", "…"}
+ELSEWHERE = {"-e", "-c", "--from", "-w", "--key", "--server-key", "--perfetto", "--prune", "--help", "--url", "…"}
 STANDS_FOR = {"AGENT": "decode-0", "A": "prefill-0", "B": "decode-0", "CODE": "KV_PEER_LOST", "KEY": "checksum"}
 OF_THE_PAGE = {"hosts show"}  # names a host of the page's fleet
 

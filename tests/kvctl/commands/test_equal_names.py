@@ -125,16 +125,18 @@ def test_changes_reach_only_the_named_agent(hosts: Hosts, kvctl: Any) -> None:
 CLOCK = re.compile(r"clocks: n2 \+\d+(?:\.\d+)? ms ± \d+(?:\.\d+)? (?:ms|µs), corrected")
 
 
-def test_the_clock_of_a_host_is_measured_and_corrected(hosts: Hosts, kvctl: Any) -> None:
+def test_the_clock_of_a_host_is_measured_and_corrected(hosts: Hosts, kvctl: Any, tmp_path: Path) -> None:
     found = {row["host"]: row for row in rows(kvctl("hosts", "-o", "json"))}
     for host, ahead_ns in AHEAD_NS.items():
         offset_ns, error_ns = found[host]["clock_offset_ns"], found[host]["clock_error_ns"]
         assert abs(offset_ns - ahead_ns) <= error_ns < MEASURED_WITHIN_NS, found[host]
     clocks = {row["agent"]: row["clock_offset_ns"] for row in rows(kvctl("agents", "-o", "json"))}
     assert clocks["decode-0@n2"] == clocks["prefill-0@n2"], "agents of a host share its clock"
-    shown = kvctl("rooms", "show", "7")
+    shown = kvctl("rooms", "show", "7", "--perfetto", str(tmp_path / "room.json"))
     assert CLOCK.search(shown.out), shown.out
     assert shown.out.count("clocks:") == 1, "the room on n1 needs no correction"
+    trace = json.loads((tmp_path / "room.json").read_text())["otherData"]["clocks"]
+    assert trace.startswith("n2 +") or trace == "none differs"
 
 
 def test_events_of_hosts_are_merged_on_one_clock(hosts: Hosts, kvctl: Any) -> None:

@@ -105,7 +105,7 @@ def test_no_tool_is_a_command_that_asks_before_it_changes_something_or_writes_a_
         return [(tool.name, {*tool.input_schema["properties"]}) for tool in (await client.list_tools()).tools]
 
     for name, parameters in asyncio.run(_used(mcp_server.make_server([]), use)):
-        hidden = {"endpoint", "context", "key", "server_key", "from", "output", "watch", "prune", "command"}
+        hidden = {"endpoint", "context", "key", "server_key", "from", "output", "watch", "prune", "perfetto", "command"}
         hidden |= {"url"}
         assert not parameters & (hidden - ({"key"} if name == "config_explain" else set())), name
 
@@ -118,7 +118,7 @@ def test_no_tool_is_a_command_that_asks_before_it_changes_something_or_writes_a_
         ("rooms_ls", {"limit": "all"}, "rooms_ls: limit: 'all' is not of type 'integer'"),
         ("rooms_ls", {"endpoint": "tcp://10.0.0.1:7000"}, "'endpoint' was unexpected"),
         ("rooms_ls", {"filter": ["size>3"]}, "kvctl: no column 'size' here"),
-        ("rooms_show", {"room": "--output=/tmp/written"}, "no agent knows a room of request --output=/tmp/written"),
+        ("rooms_show", {"room": "--perfetto=/tmp/written"}, "no agent knows a room of request --perfetto=/tmp/written"),
         ("rooms_ls", {"limit": 10**30}, "rooms_ls: limit: 1000000000000000000000000000000 is greater than the maximum"),
         ("rooms_show", {"room": "a\0b"}, "rooms_show: embedded null byte"),
         ("rooms_show", {"room": "7" * 200_000}, "rooms_show: [Errno 7] Argument list too long"),

@@ -11,7 +11,7 @@ from kvctl.client.fleet import Fleet, Survey
 from kvctl.client.health_reads import HEALTH_CALLS
 from kvctl.health.codes import CODES
 from kvctl.health.engine import examine
-from kvctl.health.finding import Finding
+from kvctl.health.finding import Finding, Severity
 from kvctl.health.snapshot import Snapshot
 from tests.support.exporter import Exporter, recorded
 
@@ -130,6 +130,20 @@ def test_a_server_that_started_again_counts_anew() -> None:
     assert codes(findings((before, recorded("vllm-prefill-expired")))) == [("KV_HOLD_EXPIRED", "info")]
 
 
+def test_requests_without_tokens() -> None:
+    text = recorded("vllm-decode")
+    now = changed(text, "vllm:request_success_total", 12, 'reason="stop"')
+    (found,) = findings((text, now))
+    assert codes([found]) == [("KV_NO_TOKENS", "warning")]
+    assert "12 finished requests" in found.cause
+    assert findings((text, changed(now, "vllm:generation_tokens_total", 99))) == []
+
+
+def test_aborted_requests_need_no_tokens() -> None:
+    text = recorded("vllm-decode")
+    assert findings((text, changed(text, "vllm:request_success_total", 12, 'reason="abort"'))) == []
+
+
 def test_prompts_that_decode_computes_itself() -> None:
     text = recorded("vllm-decode")
     computed = changed(text, "vllm:prompt_tokens_by_source_total", 5000, 'source="local_compute"')
@@ -161,3 +175,39 @@ def test_preempted_requests() -> None:
     text = recorded("vllm-decode")
     (found,) = findings((text, changed(text, "vllm:num_preemptions_total", 7)))
     assert codes([found]) == [("KV_RECOMPUTED", "warning")]
+
+
+def moved(text: str, requests: int, nbytes: float, us: float) -> str:
+    prefill = 'agent_name="prefill-0"'
+    text = changed(text, "agent_tx_bytes_total", nbytes, prefill)
+    text = changed(text, "agent_tx_requests_num_total", requests, prefill)
+    return changed(text, "agent_xfer_time_total", us, prefill)
+
+
+def test_transfers_that_become_slow() -> None:
+    before = moved(recorded("nixl"), 1000, 64e9, 2e6)  # 32 GB/s
+    (found,) = findings((before, moved(before, 1100, 70.4e9, 8.4e6)))  # 1 GB/s
+    assert codes([found]) == [("KV_LANE_SLOW", "warning")]
+    assert found.evidence["gb_per_s"] == 1.0
+    assert "32 times slower than its transfers before" in found.cause
+    assert findings((before, moved(before, 1100, 70.4e9, 2.2e6))) == []
+
+
+def test_transfers_of_other_sizes_are_not_compared() -> None:
+    """Small ones have a lower rate, on the same network."""
+    before, now = moved(recorded("nixl"), 1000, 64e9, 2e6), moved(recorded("nixl"), 2000, 68e9, 4e6)
+    assert findings((before, now)) == []
+
+
+def test_transfers_that_are_slower_than_those_of_other_servers() -> None:
+    fast, slow = moved(recorded("nixl"), 1000, 64e9, 2e6), moved(recorded("nixl"), 1000, 64e9, 2e7)
+    (found,) = findings((fast, fast), (fast, fast), (slow, slow))
+    assert (found.code, found.severity) == ("KV_LANE_SLOW", Severity.WARNING)
+    assert "those of the other servers" in found.cause
+
+
+def test_large_transfers_that_are_always_slow() -> None:
+    slow = moved(recorded("nixl"), 1000, 64e9, 2e8)
+    (found,) = findings((slow, slow))
+    assert codes([found]) == [("KV_LANE_SLOW", "info")]
+    assert "a network of 10 Gbit/s" in found.cause

@@ -18,7 +18,7 @@ from tests.support.host_tree import HostTree
 
 GIB = 1 << 30
 ALL = [f"mlx5_{number}" for number in range(8)]
-CODES = {"KV_NIC_DOWN", "KV_RAIL_IDLE", "KV_LANE_NOT_RDMA", "KV_NIC_ERRORS"}
+CODES = {"KV_NIC_DOWN", "KV_RAIL_IDLE", "KV_LANE_NOT_RDMA", "KV_NUMA_FAR", "KV_GID_UNROUTABLE", "KV_NIC_ERRORS"}
 RANKS = {"prefill-0": ("node-1", 0), "prefill-1": ("node-1", 5), "decode-0": ("node-2", 1), "decode-1": ("node-2", 6)}
 """Host and GPU of each rank."""
 
@@ -233,6 +233,69 @@ def test_peers_on_the_same_host_tell_nothing_about_rails(hosts: Hosts) -> None:
             row["same_host"] = True
     hosts.move(GIB, dict.fromkeys(RANKS, "eth0"))
     assert hosts.find(hosts.read()) == []
+
+
+# ---- distance --------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_whose_rank_uses_a_port_of_the_other_node(hosts: Hosts) -> None:
+    hosts.changes["prefill-0"]["lane"] = {"devices": ["mlx5_7:1"], "source": "settings", "protocol": ""}
+    hosts.read()
+    found = only(hosts.find(), "KV_NUMA_FAR", "prefill-0")
+    assert "mlx5_7:1, which carries the bytes of prefill-0, is on another NUMA node" in found.cause
+    assert found.evidence["nearer"] == ["mlx5_0:1", "mlx5_1:1", "mlx5_2:1", "mlx5_3:1"]
+
+
+def test_a_rank_bound_to_cores_far_from_its_port(hosts: Hosts) -> None:
+    lane = {"devices": ["mlx5_7"], "source": "open devices", "protocol": ""}
+    hosts.changes["decode-1"].update(gpu=None, lane=lane)
+    hosts.read()
+    assert hosts.find() == [], "not bound to a node"
+    hosts.changes["decode-1"]["cpu_nodes"] = [0]
+    hosts.read()
+    assert only(hosts.find(), "KV_NUMA_FAR", "decode-1").cause.startswith("decode-1 may run on NUMA node 0 only")
+    hosts.changes["decode-1"]["cpu_nodes"] = []
+    hosts.read()
+    assert hosts.find() == [], "unknown"
+    hosts.changes["decode-1"]["cpu_nodes"] = [1]
+    hosts.read()
+    assert hosts.find() == []
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------
+
+
+def test_a_port_without_an_address_has_no_gid_that_routers_forward(hosts: Hosts) -> None:
+    for index in (2, 3):
+        hosts.trees["node-1"].gid("mlx5_0", index, "0000:0000:0000:0000:0000:0000:0000:0000")
+    hosts.read()
+    found = only(hosts.find(), "KV_GID_UNROUTABLE", "node-1 mlx5_0:1")
+    assert found.agents == ("prefill-0",)
+    assert "has only link-local or RoCE v1 addresses" in found.cause
+    assert "give rail0 an IP address" in found.remedy
+
+
+@pytest.mark.parametrize(("index", "count"), [(0, 1), (1, 1), (2, 1), (3, 0), (7, 1)])
+def test_the_gid_that_the_settings_choose(hosts: Hosts, index: int, count: int) -> None:
+    hosts.changes["prefill-0"]["gid_index"] = index
+    hosts.read()
+    assert [each.subject for each in hosts.find()] == ["node-1 mlx5_0:1"] * count
+
+
+def test_a_fleet_in_one_subnet_without_addresses_is_no_finding(hosts: Hosts) -> None:
+    for tree in hosts.trees.values():
+        for device, index in itertools.product(ALL, (2, 3)):
+            tree.gid(device, index, "0000:0000:0000:0000:0000:0000:0000:0000")
+    hosts.read()
+    assert hosts.find() == []
+
+
+def test_infiniband_needs_no_such_gid(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, host_tree.infiniband_and_ethernet)
+    for name in RANKS:
+        hosts.changes[name]["lane"] = {"devices": ["mlx5_0"], "source": "open devices", "protocol": ""}
+    hosts.read()
+    assert hosts.find() == []
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvctl.client.clock import ClockOffset
 from kvctl.client.faults import stopped, timed_out
 from kvctl.health.finding import Severity
 from tests.kvctl.health.fleets import MS, Fleet, S
@@ -166,6 +167,16 @@ def test_a_prefill_rank_that_was_started_again_need_not_be_started():
     assert again.examine() == []
 
 
+def test_a_peer_that_does_not_read():
+    before, fleet = Fleet(), Fleet()
+    fleet.peer("decode-0", "prefill-1", control_queue=900)
+    assert fleet.find("KV_PEER_BLOCKING", before) == []  # of this moment only
+    (found,) = fleet.find("KV_PEER_BLOCKING", fleet)
+    assert (found.subject, found.evidence["control_queue"]) == ("decode-0 → prefill-1", 900)
+    fleet.peer("decode-0", "prefill-1", state="lost")
+    assert fleet.find("KV_PEER_BLOCKING", fleet) == []  # which explains it
+
+
 def test_a_watermark_that_is_not_seen():
     before = Fleet()
     before.peer("decode-0", "prefill-1", watermark_sent=[5, 0, 41])
@@ -177,6 +188,19 @@ def test_a_watermark_that_is_not_seen():
     assert found.evidence["watermark_seen"] == [4, 0, 40]
     fleet.peer("prefill-1", "decode-0", watermark_seen=[5, 0, 41])
     assert fleet.find("KV_SUBSCRIBER_DEAD", before, apart_s=6) == []
+
+
+def test_a_clock_that_is_off():
+    fleet = Fleet()
+    fleet.clocks["decode-1"] = ClockOffset(80 * MS, 1 * MS)
+    (found,) = fleet.find("KV_CLOCK_SKEW")
+    assert (found.subject.partition(" ")[0], found.agents, found.severity) == ("decode-1", ("decode-1",), Severity.INFO)
+    assert found.evidence["bound_ns"] == found.evidence["offset_ns"] - found.evidence["error_ns"]
+    assert 70 * MS < found.evidence["bound_ns"] < 80 * MS
+    fleet.clocks["decode-1"] = ClockOffset(-90 * S, 1 * MS)
+    (found,) = fleet.find("KV_CLOCK_SKEW")
+    assert found.severity is Severity.WARNING
+    assert "behind" in found.cause
 
 
 def test_failures_are_told_of_however_many_rooms_succeeded_since():

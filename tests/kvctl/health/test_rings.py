@@ -97,6 +97,32 @@ def test_an_empty_ring_gates_nobody():
     assert fleet.find("KV_RING_GATED_EMPTY", before) == []
 
 
+def test_rooms_in_a_circle():
+    """The part of room 5 waits for the unwritten region of room 6, whose forward waits for memory that room 5 holds."""
+    fleet = Fleet()
+    fleet.room("prefill-0", "6", state="WaitingForInput", state_age_ns=60 * S)
+    fleet.oldest("decode-0", 17, room="6", writer="prefill-0", age_ns=50 * S, round=3, offset=0, end=2 * MIB)
+    fleet.gated("prefill-0", "decode-0", "5", age_ns=40 * S)
+    (first, *others) = fleet.examine()
+    assert (first.code, first.subject) == ("KV_RING_CYCLE", "room 5")
+    assert first.evidence["cycle"] == [
+        "room 5 on prefill-0 waits behind room 6 of prefill-0 in decode-0's ring",
+        "room 6 on prefill-0 waits for memory that room 5 holds there",
+    ]
+    assert "kvctl staging release decode-0:17" in first.remedy
+    assert "KV_RING_PINNED" not in {finding.code for finding in others}
+    fleet.room("prefill-0", "6", state="Transferring")  # its forward has begun: it waits for nobody
+    assert fleet.find("KV_RING_CYCLE") == []
+
+
+def test_parts_that_wait_in_turn_are_no_circle():
+    fleet = Fleet()
+    fleet.oldest("decode-0", 17, room="6", writer="prefill-1", age_ns=50 * S, offset=0, end=2 * MIB)
+    fleet.gated("prefill-0", "decode-0", "5", age_ns=40 * S)
+    fleet.gated("prefill-1", "decode-1", "8", age_ns=40 * S)
+    assert fleet.find("KV_RING_CYCLE") == []
+
+
 def test_what_a_lost_writer_may_still_write():
     fleet = Fleet()
     fleet.allocation("decode-0", 17, state="quarantined", writer="prefill-1", age_ns=30 * S, aside=True)

@@ -8,8 +8,9 @@ from kvctl.health.finding import Severity
 from tests.kvctl.health.fleets import MIB, Fleet, S
 
 
-def test_what_must_never_be_comes_first():
-    fleet, code = Fleet(), "KV_CHECKSUM_MISMATCH"
+@pytest.mark.parametrize("code", ["KV_CHECKSUM_MISMATCH", "KV_PAGE_REUSED", "KV_READY_VIOLATION"])
+def test_what_must_never_be_comes_first(code):
+    fleet = Fleet()
     text = "part (prefill-1, chunk 2, layers 0-3) by staged: checksum 1f ≠ 2e"
     fleet.failed(["decode-0", "prefill-0", "prefill-1"], "7", code, "decode-0", text, ago_s=20)
     fleet.failed(["decode-1", "prefill-0", "prefill-1"], "6", code, "decode-1", text, ago_s=50)
@@ -131,6 +132,23 @@ def test_larger_parts_may_take_longer():
     assert fleet.examine(before) == []
 
 
+def test_a_slow_lane_within_a_host():
+    fleet = Fleet()
+    fleet.peer("prefill-0", "decode-1", lane_gb_per_s=0.3)
+    assert fleet.examine() == []  # measured while it came up, when every core was busy
+    fleet.peer("prefill-0", "decode-1", lane_measured_age_ns=20 * S)
+    (found,) = fleet.examine()
+    assert (found.code, found.subject, found.evidence["slow_to"]) == ("KV_LANE_SLOW", "prefill-0", ["decode-1"])
+    assert (found.evidence["lane_gb_per_s"], found.evidence["memory_gb_per_s"]) == (0.3, 8.0)
+    assert "kvctl peers probe --busy prefill-0" in found.remedy
+    fleet.peer("prefill-0", "decode-1", lane_gb_per_s=1.5)
+    assert fleet.examine() == []
+    fleet.peer("prefill-0", "decode-1", lane_descriptor_ns=10_600)  # as TCP has it
+    assert [one.code for one in fleet.examine()] == ["KV_LANE_SLOW"]
+    fleet.peer("prefill-0", "decode-1", same_host=False)  # memory is no measure of a network
+    assert fleet.examine() == []
+
+
 def between_gpus(fleet: Fleet, **fields: object) -> None:
     measured = {"lane_gb_per_s": 0.58, "lane_measured_age_ns": 20 * S, "lane_kind": "tcp through the host"}
     fleet.peer("prefill-0", "decode-1", **(measured | {"lane_expected": "cuda_ipc"} | fields))
@@ -163,6 +181,19 @@ def test_each_way_that_gpus_could_go_has_its_remedy():
     assert "nvidia-peermem" in fleet.examine()[0].remedy
     between_gpus(fleet, lane="mooncake", lane_gb_per_s=2.2)
     assert "set transport to nixl" in fleet.examine()[0].remedy
+
+
+def test_too_many_descriptors():
+    before, fleet = Fleet(), Fleet()
+    for metric, value in (("descriptors", 400_000), ("writes", 40), ("part_bytes", 400_000 * 512)):
+        fleet.metric("prefill-0", f"kvctl_{metric}_total", value, path="slice")
+        before.metric("prefill-0", f"kvctl_{metric}_total", 0, path="slice")
+    fleet.spend("prefill-0", "post", 4.0, 40)
+    fleet.spend("prefill-0", "wire", 0.4, 40)
+    (found,) = fleet.find("KV_DESCRIPTOR_FLOOD", before)
+    assert found.subject == "prefill-0"
+    assert (found.evidence["descriptors_a_part"], found.evidence["bytes_a_descriptor"]) == (10_000, 512)
+    assert "with staging on" in found.remedy
 
 
 @pytest.mark.parametrize(("stage", "says"), [("gather", "the copy"), ("queue", "for the control loop")])
@@ -237,6 +268,42 @@ def test_success_without_bytes():
     assert again.find("KV_IDLE", before) == []
     fleet.metric("decode-0", "kvctl_part_bytes_total", 500 * 2 * MIB, path="staged")
     assert fleet.find("KV_IDLE", before) == []
+
+
+def test_requests_that_reach_the_prefill_side_alone():
+    fleet = Fleet()
+    for name in fleet.names:
+        fleet.answers[name]["rooms"] = []
+    for number in range(9):
+        fleet.room("prefill-0", str(number), state="Bootstrapping", state_age_ns=30 * S, peers=[])
+    assert fleet.find("KV_IDLE") == []
+    for name in ("decode-0", "decode-1"):
+        fleet.metric(name, "kvctl_rooms_opened_total", 0)
+    (found,) = fleet.find("KV_IDLE")
+    assert (found.subject, found.evidence["waiting_rooms"]) == ("decode-0", 9)
+
+
+def test_numbers_that_cannot_be():
+    fleet = Fleet()
+    fleet.status("prefill-0", rate={"gb_per_s": 1e6})
+    fleet.metric("prefill-1", "kvctl_ring_used_bytes", -4)
+    fleet.room("decode-0", "7", coverage={"landed": 65})
+    found = {one.subject: one.evidence for one in fleet.find("KV_METRIC_IMPLAUSIBLE")}
+    assert found == {
+        "prefill-0": {"rate.gb_per_s": 1e6},
+        "prefill-1": {"kvctl_ring_used_bytes": -4},
+        "decode-0": {"coverage.landed": 65},
+    }
+
+
+def test_a_counter_that_went_down():
+    before, fleet = Fleet(), Fleet()
+    fleet.metric("decode-0", "kvctl_rooms_opened_total", 5)
+    (found,) = fleet.find("KV_METRIC_IMPLAUSIBLE", before)
+    assert "less than the 1300 in the reading before" in found.cause
+    fleet.status("decode-0", incarnation="another")  # it was started again
+    fleet.hellos["decode-0"]["incarnation"] = "another"
+    assert fleet.find("KV_METRIC_IMPLAUSIBLE", before) == []
 
 
 def test_one_disagreement_of_two_ranks_of_an_instance_is_one_finding_since_its_first_room():

@@ -158,6 +158,13 @@ def test_a_rail_that_carries_nothing_while_another_does_is_named(fleet: Fleet) -
     assert fresh.rows()[PAIRS[0]]["carried"] == {"mlx5_3:1": GIB}
 
 
+def test_a_clock_that_is_off_is_named(fleet: Fleet) -> None:
+    fleet.results.clocks["decode-1"] = ClockOffset(10_000_000_000, 100_000)
+    (found,) = fleet.found()
+    assert found[0] == "KV_CLOCK_SKEW"
+    assert "n4" in found[1]
+
+
 def test_a_rank_that_did_not_start_and_an_older_kvctl_are_named_with_the_host(fleet: Fleet) -> None:
     fleet.results.failed["prefill-0"] = "its process has ended with exit code 255: Permission denied (publickey)."
     del fleet.results.writes["prefill-0", "decode-0"], fleet.results.writes["prefill-0", "decode-1"]
