@@ -110,6 +110,7 @@ class TestMetadata:
             "otel",
             "sglang",
             "vllm",
+            "report",
             "kubernetes",
             "mcp",
             "docs",

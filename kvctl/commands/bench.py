@@ -182,5 +182,6 @@ class BenchRun:
             save.write_bytes(orjson.dumps(self._outcome.document(), option=orjson.OPT_INDENT_2) + b"\n")
         if html is not None:
             command = shlex.join(["kvctl", *sys.argv[1:]])
-            html.write_text(page(shown, self._outcome.document()["env"], command, self._started_at), encoding="utf-8")
+            result = self._outcome.document()
+            html.write_text(page(shown, result["runs"], result["env"], command, self._started_at), encoding="utf-8")
             self._output.note(f"the report is in {html}")

@@ -208,7 +208,7 @@ def _servers() -> list[click.Option]:
 def _result() -> list[click.Option]:
     option = partial(grouped_option, "Result")
     verify = "Compare all received bytes, a sample, or none."
-    html = "Write the tables as a page to read in a browser."
+    html = "Write charts and the tables as one self-contained page."
     return [
         option("--verify", None, verify, type=click.Choice(VERIFY_MODES), default="full"),
         option("--plan plan_only", None, "Print what each rank would send to which, and start nothing.", is_flag=True),

@@ -281,6 +281,7 @@ def _report(
         options["save"].write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
     if options["html"] is not None:
         command = shlex.join(["kvctl", *sys.argv[1:]])
-        options["html"].write_text(page(blocks(rows, document), document["env"], command, started_at), encoding="utf-8")
+        text = page(blocks(rows, document), rows, document["env"], command, started_at)
+        options["html"].write_text(text, encoding="utf-8")
         output.note(f"the report is in {options['html']}")
     output.emit(Report(SERVERS, rows, answered=1, blocks=lambda kept, _width: blocks(kept, document)))

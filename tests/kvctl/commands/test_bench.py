@@ -353,7 +353,7 @@ def test_pipelines_stand_side_by_side_and_a_report_is_drawn(spawn: Run, tmp_path
     assert on["hidden_ms"]["mean"] > 0
     text = page.read_text()
     assert text.startswith("<!DOCTYPE html>")
-    assert "GB/s" in text
+    assert "<svg" in text
 
 
 def test_interrupting_fleets_in_turns_prints_what_each_has_measured(spawn: Run):
