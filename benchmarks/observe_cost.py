@@ -159,7 +159,7 @@ class Steps:
             region = RegionWriter(Header.of_this_process("decode", "me"), directory / "vllm.region")
             telemetry = Telemetry("me", "decode", region)
             telemetry.collected = []
-            tracker = VllmTracker("me", Shape("decode", 4), telemetry, directory)
+            tracker = VllmTracker("me", Shape("decode", 4096, 4), telemetry, directory)
             watch.events.open(tracker, DocumentPublisher(region, {}))
 
             def turn() -> None:

@@ -13,7 +13,7 @@ RANKS = 2
 
 def test_each_rank_of_both_ends_has_the_room_and_its_peer(engines: Engines, folder: Path) -> None:
     engines.stop()
-    pair = Observed(folder, tp_size=RANKS)
+    pair = Observed("pull", folder, tp_size=RANKS)
     try:
         start_all([pair.prefill, pair.decode])
         pair.connect()

@@ -170,15 +170,16 @@ def _shape(function: Any) -> _Shape:
 def main() -> None:
     base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     connector = importlib.import_module("kvctl_agent.integrations.vllm.connector").KvctlConnector
-    nixl = {name for _, name, _ in (*observer.WORKER, *hooks.SCHEDULER, *hooks.WORKER)}
+    posting = {name for _, name, _ in (*hooks.PULL, *hooks.PUSH)}
+    nixl = posting | {name for _, name, _ in (*observer.WORKER, *hooks.SCHEDULER, *hooks.WORKER)}
     agent = {name for _, name, _ in hooks.AGENT}
-    modules = [f"{NIXL}.{half}" for half in ("pull_scheduler", "pull_worker")]
+    modules = [f"{NIXL}.{half}" for half in ("pull_scheduler", "push_scheduler", "pull_worker", "push_worker")]
     found = [
         *differences(),
         *foreign_hooks(connector, base.KVConnectorBase_V1, base.SupportsHMA),
         *other_parameters(HALVES, nixl, *modules),
         *other_parameters([type("nixl_agent", (NixlWrapper,), {})], agent, "nixl._api"),
-        *posts_without_a_request({"_read_blocks"}, *(f"{NIXL}.{each}_worker" for each in ("base", "pull"))),
+        *posts_without_a_request(posting, *(f"{NIXL}.{each}_worker" for each in ("base", "pull", "push"))),
     ]
     print("\n".join(found), file=sys.stderr)
     sys.exit(bool(found))

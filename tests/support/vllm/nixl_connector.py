@@ -65,6 +65,10 @@ class NixlPullConnectorScheduler:
         return Metadata(reqs_to_send=self._reqs_need_send)
 
 
+class NixlPushConnectorScheduler(NixlPullConnectorScheduler):
+    """The scheduler half of push mode."""
+
+
 class Metadata:
     """What the scheduler half tells the workers in each step."""
 
@@ -150,9 +154,25 @@ class NixlPullConnectorWorker:
         expected_consumers: int,
         awaiting_kvs: bool,
     ) -> bool:
-        self.handle = self.nixl_wrapper.make_prepped_xfer("READ", 1, [0] * 8, 2, [0] * 8, notif_msg=b"p-1:1")
-        self.nixl_wrapper.transfer(self.handle)
+        self.handle = self._post("READ")
         return True
+
+    def _xfer_blocks(
+        self,
+        read_spec: Any,
+        dst_engine_id: str,
+        request_id: str,
+        remote_request_id: str,
+        local_xfer_side_handle: int,
+        remote_xfer_side_handle: int,
+    ) -> Any:
+        self.handle = self._post("WRITE")
+        return self.handle
+
+    def _post(self, operation: str) -> Any:
+        handle = self.nixl_wrapper.make_prepped_xfer(operation, 1, [0] * 8, 2, [0] * 8, notif_msg=b"p-1:1")
+        self.nixl_wrapper.transfer(handle)
+        return handle
 
     def get_transfer_results(self) -> Any:
         self.nixl_wrapper.get_new_notifs()
@@ -166,4 +186,13 @@ class NixlPullConnectorWorker:
         pass
 
 
-HALVES = (NixlPullConnectorScheduler, NixlPullConnectorWorker)
+class NixlPushConnectorWorker(NixlPullConnectorWorker):
+    """The worker half of push mode."""
+
+
+HALVES = (
+    NixlPullConnectorScheduler,
+    NixlPushConnectorScheduler,
+    NixlPullConnectorWorker,
+    NixlPushConnectorWorker,
+)

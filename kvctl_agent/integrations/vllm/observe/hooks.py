@@ -1,4 +1,4 @@
-"""Hooks on the classes of vLLM's NixlConnector, scheduler half and worker half, and on NIXL's agent.
+"""Hooks on the classes of vLLM's NIXL connectors, scheduler half and worker half, and on NIXL's agent.
 
 They run on vLLM's threads (`integrations.observe.hooks`). The metadata of each step carries the events of the scheduler
 half to the workers, as an attribute of plain values.
@@ -6,15 +6,18 @@ half to the workers, as an attribute of plain values.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic_ns as now_ns
 from time import perf_counter
 from typing import Any
 
+import msgspec
+
 from kvctl_agent.integrations.observe.event_queue import EventQueue
 from kvctl_agent.integrations.observe.hooks import Hooks, after, before
-from kvctl_agent.integrations.vllm.observe.tracker import Posted, Server, Tracker
+from kvctl_agent.integrations.vllm.observe.tracker import READ, WRITE, Posted, Server, Tracker
 
 WATCH = "_kvctl_watch"
 """Attribute of a worker half, and of its NIXL agent, that has its `Watch`."""
@@ -25,10 +28,12 @@ _MOST_ARRIVALS = 4096
 _MOST_EVENTS = 65536  # with the ends of requests: without its end, a room would stay
 _MOST_POSTED = 65536
 _HEARTBEAT = b"HB:"
+_REGISTRATION = b"PUSH_REG:"
 _SKEW_NS = 60_000_000_000
+_RANDOM_END = re.compile(r"(.+)-[0-9a-fA-F]{8}", re.DOTALL)
 _FINISHED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 _FAILURES: Mapping[str, str] = {
-    **dict.fromkeys(("handshake_failed", "handshake_setup_failed"), "KV_HANDSHAKE_FAILED"),
+    **dict.fromkeys(("handshake_failed", "handshake_setup_failed", "push_reg_handshake_failed"), "KV_HANDSHAKE_FAILED"),
     **dict.fromkeys(("transfer_setup_failed", "transfer_failed", "transfer_exception"), "KV_TRANSPORT"),
 }
 """Failure code by vLLM's type of a failure that ends a request."""
@@ -38,12 +43,14 @@ class Watch:
     """State of the hooks of one worker half.
 
     Attributes:
+        push: whether the prefill engine writes; otherwise the decode engine reads.
         begin: called with the metadata of each step until the observation has begun.
         posted: transfers in flight by the identity of NIXL's handle.
     """
 
-    def __init__(self, worker: Any, begin: Callable[[Any], None]) -> None:
+    def __init__(self, worker: Any, push: bool, begin: Callable[[Any], None]) -> None:
         self.worker = worker
+        self.push = push
         self.begin: Callable[[Any], None] | None = begin
         self.turn: Callable[[], None] | None = None
         self.stopped = False
@@ -58,6 +65,12 @@ class _Posting(threading.local):
 
 
 _posting = _Posting()
+
+
+def base_id(request: str) -> str:
+    """Returns a request id without vLLM's random end, as push mode matches the ids of both engines."""
+    found = _RANDOM_END.fullmatch(request)
+    return found[1] if found else request
 
 
 def _blocks_of(groups: Iterable[Any] | None) -> int:
@@ -133,7 +146,7 @@ def _add_scheduler_events(watch: Watch, events: Iterable[tuple[Any, ...]]) -> No
     for name, at_ns, *arguments in events:
         if name == "arrived":
             role, request, remote, tokens = arguments
-            arguments = [role, request, remote or request, tokens]
+            arguments = [role, request, base_id(request) if watch.push else remote or request, tokens]
         at_ns = at_ns if abs(now - at_ns) < _SKEW_NS else now
         watch.events.add(_SCHEDULER_EVENTS[name], at_ns, *arguments)
 
@@ -147,7 +160,8 @@ _SCHEDULER_EVENTS: Mapping[str, Callable[..., None]] = {
 def _allocated(watch: Watch, request: str, meta: Any) -> None:
     remote, at_ns = meta.remote, now_ns()
     blocks = _blocks_of(meta.local_block_ids)
-    watch.events.add(Tracker.arrived, at_ns, "decode", request, remote.request_id)
+    transfer = base_id(request) if watch.push else remote.request_id
+    watch.events.add(Tracker.arrived, at_ns, "decode", request, transfer)
     server = Server(str(remote.host), int(remote.port), getattr(meta, "pp_size", 1))
     cached = max(getattr(meta, "local_num_computed_blocks", ()), default=0)
     watch.events.add(Tracker.allocated, at_ns, request, blocks, cached, remote.engine_id, server)
@@ -216,11 +230,12 @@ def _begin_posting(_: Any, *positional: Any, **named: Any) -> None:
 # ---- NIXL's agent ----------------------------------------------------------------------------------------------
 
 
-def _prepared(start_ns: int, handle: Any, agent: Any, _: str, __: Any, local: Any, *___: Any, **____: Any) -> None:
+def _prepared(start_ns: int, handle: Any, agent: Any, operation: str, _: Any, local: Any, *__: Any, **___: Any) -> None:
     watch, request = getattr(agent, WATCH, None), _posting.request
     if watch is None or request is None or len(watch.posted) >= _MOST_POSTED:
         return
-    watch.posted[id(handle)] = Posted(*request, len(local), start_ns, 0)
+    path = READ if operation == "READ" else WRITE
+    watch.posted[id(handle)] = Posted(*request, path, len(local), start_ns, 0)
 
 
 def _transfer(_: int, __: Any, agent: Any, handle: Any, *___: Any, **____: Any) -> None:
@@ -261,10 +276,18 @@ def _notification(watch: Watch, sender: str, message: bytes) -> None:
     if message.startswith(_HEARTBEAT):
         for request in message[len(_HEARTBEAT) :].decode().split(","):
             events.add(Tracker.claimed, at_ns, request, sender)
+    elif message.startswith(_REGISTRATION):
+        data = msgspec.msgpack.decode(message[len(_REGISTRATION) :])
+        server = Server(str(data["decode_host"]), int(data["decode_port"]))
+        events.add(Tracker.registered, at_ns, base_id(data["request_id"]), sender, server)
     else:
         request, _, number = message.decode().rpartition(":")
         if request in worker._reqs_to_send or request in worker._reqs_to_process:
-            events.add(Tracker.read, at_ns, request, sender, int(number))
+            if not watch.push:
+                events.add(Tracker.read, at_ns, request, sender, int(number))
+        elif (meta := worker._recving_metadata.get(request)) is not None:
+            writers = getattr(meta, "pp_size", 1) * max(1, int(number) // worker.world_size)
+            events.add(Tracker.written, at_ns, request, sender, writers)
         else:
             events.add(Tracker.late, at_ns, request, sender)
 
@@ -282,8 +305,9 @@ WORKER: Hooks = (
     (before, "_nixl_handshake", _handshake_begins),
     (after, "_nixl_handshake", _handshake_ended),
     (before, "_log_failure", _log_failure),
-    (before, "_read_blocks", _begin_posting),
 )
+PULL: Hooks = ((before, "_read_blocks", _begin_posting),)
+PUSH: Hooks = ((before, "_xfer_blocks", _begin_posting),)
 AGENT: Hooks = (
     (after, "make_prepped_xfer", _prepared),
     (after, "transfer", _transfer),

@@ -61,20 +61,20 @@ def install() -> None:
 
 
 def observe(connector: Any) -> None:
-    """Hooks the halves of a connector, if it is vLLM's NixlConnector."""
+    """Hooks the halves of a connector, if it is one of vLLM's NIXL connectors."""
     scheduler, worker = (getattr(connector, f"connector_{half}", None) for half in ("scheduler", "worker"))
     kind = type(worker if worker is not None else scheduler).__name__
-    if not kind.startswith("Nixl") or "Push" in kind:
-        logger.info("kvctl: %s is not observed: vLLM's NixlConnector is", type(connector).__name__)
+    push, missing = "Push" in kind, []
+    if not kind.startswith("Nixl"):
+        logger.info("kvctl: %s is not observed: vLLM's NIXL connectors are", type(connector).__name__)
         return
-    missing = []
     if scheduler is not None:
         missing += add_hooks(type(scheduler), hooks.SCHEDULER)
     if worker is not None:
-        watch = Watch(worker, partial(_begin_by_request, worker))
+        watch = Watch(worker, push, partial(_begin_by_request, worker))
         setattr(worker, WATCH, watch)
         setattr(worker.nixl_wrapper, WATCH, watch)
-        missing += add_hooks(type(worker), (*WORKER, *hooks.WORKER))
+        missing += add_hooks(type(worker), (*WORKER, *hooks.WORKER, *(hooks.PUSH if push else hooks.PULL)))
         missing += add_hooks(type(worker.nixl_wrapper), hooks.AGENT)
     if missing:
         logger.warning("kvctl: vLLM %s has no %s: what they do is not shown", versions.installed(), ", ".join(missing))
@@ -145,7 +145,7 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
     name = rank_name(role, axes, worker.tp_rank, f"{envs.VLLM_NIXL_SIDE_CHANNEL_HOST}:{port}")
     lengths, pages = [int(each) for each in worker.block_len_per_layer], worker.num_blocks
     layers = len(worker.kv_cache_config.kv_cache_groups[0].layer_names) or len(lengths)
-    shape = Shape(role, layers, transfer.kv_load_failure_policy == "recompute")
+    shape = Shape(role, sum(lengths), layers, transfer.kv_load_failure_policy == "recompute")
     lease_s = float(transfer.get_from_extra_config("kv_lease_duration", _LEASE_S))
     key, value_s = ("heartbeat_s", lease_s // 6) if role == "decode" else ("hold_s", lease_s)
     text = "vLLM's kv_lease_duration in kv_connector_extra_config"
@@ -166,7 +166,7 @@ def _observer_of(watch: Watch, role: Role) -> Observer:
                 "engine_version": versions.installed() or "",
                 "mode": "observe",
                 "settings": {
-                    "connector": "NixlConnector",
+                    "connector": "NixlPushConnector" if watch.push else "NixlConnector",
                     "kv_load_failure_policy": str(transfer.kv_load_failure_policy),
                 },
             },

@@ -5,8 +5,8 @@ A request that is handed over is a room on both ends. vLLM's connectors know no 
 | state | prefill | decode |
 | --- | --- | --- |
 | Bootstrapping | no decode worker has asked for it | it waits for blocks or the handshake |
-| WaitingForInput | a decode worker has renewed its lease | it waits for the transfer |
-| Transferring | | it reads |
+| WaitingForInput | a decode worker has renewed its lease, or told where its blocks are | it waits for the transfer |
+| Transferring | it writes (push) | it reads (pull) |
 
 Times are monotonic ns; `request` is the id that this engine has for the request.
 """
@@ -28,7 +28,8 @@ from kvctl_agent.telemetry.room_records import RoomRecord
 
 _LONGEST_ID = 256
 _MOST_PEERS = 4096
-READ = "read"
+_MOST_REGISTERED = 1024
+READ, WRITE = "read", "write"
 RECOMPUTED, LATE_READS = "kvctl_recomputed_prompts_total", "kvctl_late_reads_total"
 
 
@@ -40,6 +41,7 @@ class Shape(NamedTuple):
     """
 
     role: Role
+    block_bytes: int
     layers: int
     recomputes: bool = False
 
@@ -57,7 +59,7 @@ class Server(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """A read that was handed to the transfer engine.
+    """A transfer that was handed to the transfer engine.
 
     Attributes:
         engine: vLLM's id of the engine at the other end; `rank` is the TP rank there.
@@ -66,6 +68,7 @@ class Posted(NamedTuple):
     request: str
     engine: str
     rank: int
+    path: str
     descriptors: int
     begun_ns: int
     posted_ns: int
@@ -87,8 +90,8 @@ class Room:
 
     Attributes:
         reason: code and text of the first failure that vLLM logged.
-        posted, moved: decode: number of reads that were posted, and that have ended.
-        readers: prefill: number of decode workers that have read it, and that will.
+        posted, moved: number of transfers that were posted, and that have ended.
+        readers: prefill, pull: number of decode workers that have read it, and that will.
         server: decode: the prefill engine that it comes from.
     """
 
@@ -115,6 +118,7 @@ class Tracker(EventTracker):
         self.rooms: dict[str, Room] = {}
         self.peers: dict[str, Peer] = {}
         self._engines: dict[str, Server] = {}
+        self._registered: dict[int, tuple[int, str]] = {}  # decode workers by room, before the request arrives
 
     # ---- both roles ------------------------------------------------------------------------------------------------
 
@@ -132,6 +136,8 @@ class Tracker(EventTracker):
         record = self.open_record(number, at_ns, RoomState.BOOTSTRAPPING)
         record.request_id, record.tokens = encodable(request)[:_LONGEST_ID], tokens
         self.rooms[request] = Room(record)
+        if (early := self._registered.pop(number, None)) is not None:
+            self._claim(max(at_ns, early[0]), request, early[1])
 
     def reason(self, at_ns: int, request: str | None, code: str, text: str, engine: str | None = None) -> None:
         """vLLM has logged a failure of a request, or of all that wait for an engine."""
@@ -163,30 +169,37 @@ class Tracker(EventTracker):
         self._fail(request, at_ns, "ABORTED", f"{text}, while {flying} transfers were in flight" if flying else text)
 
     def posted(self, _: int, posted: Posted) -> None:
-        """A read was handed to the transfer engine."""
+        """A transfer was handed to the transfer engine."""
         if (room := self.rooms.get(posted.request)) is None:
             return
         room.posted += 1
         if room.record.state_now < RoomState.TRANSFERRING:
             room.record.state(RoomState.TRANSFERRING, posted.posted_ns)
-        detail = f"{READ} of {posted.descriptors} descriptors"
+        detail = f"{posted.path} of {posted.descriptors} descriptors"
         room.record.event("begin", posted.begun_ns, posted.rank, peer=self._peer_of(posted), detail=detail)
-        self.telemetry.metrics.add("kvctl_descriptors_total", posted.descriptors, READ)
+        self.telemetry.metrics.add("kvctl_descriptors_total", posted.descriptors, posted.path)
 
     def moved(self, at_ns: int, posted: Posted, nbytes: int, took_ns: int) -> None:
-        """A read has ended; the transfer engine took `took_ns` for it."""
+        """A transfer has ended; the transfer engine took `took_ns` for it."""
         name, room = self._peer_of(posted), self.rooms.get(posted.request)
         self._heard(name, at_ns)
         if room is None:
             return
         moments = {"queue": posted.begun_ns, "post": posted.posted_ns}
         moments["wire"] = min(at_ns, max(posted.posted_ns, posted.begun_ns + took_ns))
-        moments["arrive"] = at_ns
-        key = posted.rank, room.moved, (0, self.shape.layers)
+        if self.shape.role == "decode":
+            moments["arrive"] = at_ns
+        self._part(room, posted.rank, name, posted.path, nbytes, moments, at_ns)
+
+    def _part(
+        self, room: Room, rank: int, name: str, path: str, nbytes: int, moments: dict[str, int], at_ns: int
+    ) -> None:
+        done_ns = (room.record.forward_done_at or at_ns) if self.shape.role == "prefill" else None
+        key = rank, room.moved, (0, self.shape.layers)
         room.moved += 1
         if name in room.owing:
             room.owing.remove(name)
-        self.telemetry.part(room.record, key, name, READ, nbytes, moments)
+        self.telemetry.part(room.record, key, name, path, nbytes, moments, done_ns)
 
     # ---- prefill ---------------------------------------------------------------------------------------------------
 
@@ -200,9 +213,22 @@ class Tracker(EventTracker):
             record.state(RoomState.BOOTSTRAPPING, at_ns)
         record.event("finish", at_ns, detail=f"holds {blocks} blocks, with a lease of {lease_s:g} s")
 
+    def registered(self, at_ns: int, transfer: str, agent: str, server: Server) -> None:
+        """Push: a decode worker of `server` has told where its blocks are."""
+        number = room_number(encodable(transfer)[:1024])
+        known = self.name_of(agent)
+        name = self._name(server, 0) if known == agent else known
+        request = next((each for each, room in self.rooms.items() if room.record.room == number), None)
+        if request is not None:
+            self._claim(at_ns, request, name)
+            return
+        put_bounded(self._registered, number, (at_ns, name), _MOST_REGISTERED)
+
     def claimed(self, at_ns: int, request: str, agent: str) -> None:
-        """A decode worker, of which the name of its NIXL agent is known, keeps the request's lease alive."""
-        name = self.name_of(agent)
+        """Pull: a decode worker, of which the name of its NIXL agent is known, keeps the request's lease alive."""
+        self._claim(at_ns, request, self.name_of(agent))
+
+    def _claim(self, at_ns: int, request: str, name: str) -> None:
         self._heard(name, at_ns)
         if (room := self.rooms.get(request)) is None:
             return
@@ -238,7 +264,7 @@ class Tracker(EventTracker):
         if (room := self.rooms.get(request)) is None:
             return
         read, readers = room.readers
-        if readers and read >= readers:
+        if (readers and read >= readers) or (room.posted and room.moved >= room.posted):
             self._finish(request, at_ns, RoomState.SUCCESS, "sent")
             return
         if room.reason is not None:
@@ -246,7 +272,8 @@ class Tracker(EventTracker):
             return
         blocks = f"its {room.record.pages} blocks" if room.record.pages else "its blocks"
         claimed = f" by {', '.join(room.record.peers)}" if room.record.peers else ""
-        text = f"the lease of {blocks} ended before they were transferred{claimed}"
+        flying = f", while {room.posted - room.moved} writes were in flight" if room.posted > room.moved else ""
+        text = f"the lease of {blocks} ended before they were transferred{claimed}{flying}"
         self._fail(request, at_ns, "KV_HOLD_EXPIRED", text)
 
     # ---- decode ----------------------------------------------------------------------------------------------------
@@ -293,6 +320,17 @@ class Tracker(EventTracker):
             if room.server == server and not room.moved and room.record.peers != names:
                 room.owing = list(names)
                 room.record.expect(list(names))
+
+    def written(self, at_ns: int, request: str, agent: str, writers: int) -> None:
+        """Push: a prefill worker, one of `writers`, has written its share of the request's blocks."""
+        if (room := self.rooms.get(request)) is None:
+            return
+        name = next(iter(room.owing), None) or self.name_of(agent)
+        self._heard(name, at_ns)
+        room.record.state(RoomState.TRANSFERRING, at_ns)
+        nbytes = (room.record.pages or 0) * self.shape.block_bytes // max(1, writers)
+        room.posted += 1
+        self._part(room, room.moved, name, WRITE, nbytes, {"arrive": at_ns}, at_ns)
 
     def received(self, at_ns: int, request: str, failed: bool) -> None:
         """vLLM has what it waited for, or has given it up."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvctl_agent.admin.publisher import DocumentPublisher
@@ -51,7 +52,7 @@ class Engine:
         self.watch = getattr(self.worker, hooks.WATCH)
         telemetry = Telemetry("me", role)
         telemetry.collected = []
-        self.tracker = Tracker("me", Shape(role, 2, True), telemetry, tmp_path)
+        self.tracker = Tracker("me", Shape(role, 1024, 2, True), telemetry, tmp_path)
         self.watch.events.open(self.tracker, DocumentPublisher(telemetry.region, {}))
         self.watch.begin = None
         self.watch.turn = self.watch.events.publish
@@ -227,7 +228,60 @@ def test_a_prompt_without_parameters_and_one_that_is_cached(engine: Callable[...
     assert decode.room()["state"] == "Success"
 
 
-@pytest.mark.parametrize("message", [b"HB:\xff", b"p-1:many", b"", b"PUSH_REG:\xc1"])
+def registration(name: str) -> bytes:
+    return b"PUSH_REG:" + msgspec.msgpack.encode({"request_id": name, "decode_host": "10.0.0.2", "decode_port": 5601})
+
+
+def test_push_at_both_ends(engine: Callable[..., Engine]) -> None:
+    prefill, decode = engine("Push", "prefill"), engine("Push", "decode")
+    asked = request("cmpl-1-0123abcd", do_remote_decode=True)
+    prefill.scheduler.on_new_request(asked)
+    prefill.scheduler.request_finished(asked, ([1, 2, 3],))
+    prefill.agent.notifications = {"decode": [registration("cmpl-1-89abcdef")]}
+    prefill.step()
+    prefill.step()
+    assert (prefill.room()["state"], prefill.room()["peers"]) == ("WaitingForInput", ["decode-tp0@10.0.0.2:5601"])
+    prefill.worker._xfer_blocks(
+        read_spec=SimpleNamespace(remote_rank=0),
+        dst_engine_id="decode",
+        request_id="cmpl-1-0123abcd",
+        remote_request_id="cmpl-1-89abcdef",
+        local_xfer_side_handle=1,
+        remote_xfer_side_handle=2,
+    )
+    prefill.agent.get_xfer_telemetry(prefill.worker.handle)
+    prefill.worker.done = (["cmpl-1-0123abcd"], (), ())
+    prefill.step()
+    assert (prefill.room()["state"], prefill.room()["paths"]) == ("Success", {"write": 1})
+    decode.step(reqs_to_recv={"cmpl-1-89abcdef": to_receive(3, "whatever")})
+    decode.agent.notifications = {"prefill": [b"cmpl-1-89abcdef:1"]}
+    decode.worker.done = ((), ["cmpl-1-89abcdef"], ())
+    decode.step()
+    assert (decode.room()["state"], decode.room()["bytes"]) == ("Success", 3 * 1024)
+    assert decode.room()["room"] == prefill.room()["room"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cmpl-1-0123abcd", "cmpl-1"),
+        ("cmpl-1", "cmpl-1"),
+        ("1-0123ABCD", "1"),
+        ("a-0123abcg", "a-0123abcg"),
+        ("-0123abcd", "-0123abcd"),
+        ("", ""),
+    ],
+)
+def test_ids_without_their_random_end(name: str, expected: str) -> None:
+    assert hooks.base_id(name) == expected
+
+
+INTEGER_ID = b"PUSH_REG:" + msgspec.msgpack.encode({"request_id": 7, "decode_host": "10.0.0.2", "decode_port": 5601})
+
+
+@pytest.mark.parametrize(
+    "message", [b"PUSH_REG:\xc1", b"PUSH_REG:\x01", b"PUSH_REG:\x80", INTEGER_ID, b"HB:\xff", b"p-1:many", b""]
+)
 def test_a_message_that_cannot_be_read_is_noted_and_costs_itself_alone(
     engine: Callable[..., Engine], message: bytes
 ) -> None:

@@ -25,7 +25,7 @@ Event = tuple[Any, ...]
 def tracker(role: Any, directory: Path = Path("/nonexistent"), recomputes: bool = True) -> Tracker:
     telemetry = Telemetry("me", role)
     telemetry.collected = []
-    return Tracker("me", Shape(role, 4, recomputes), telemetry, directory)
+    return Tracker("me", Shape(role, BLOCK, 4, recomputes), telemetry, directory)
 
 
 def apply(tracker: Tracker, *events: Event) -> None:
@@ -51,8 +51,8 @@ def texts(tracker: Tracker) -> str:
     return " | ".join(event["text"] for event in folded(tracker.telemetry).recorder.since(None, 100)["events"])
 
 
-def posted(at_ns: int) -> Posted:
-    return Posted("d-1", "prefill", 0, 8, at_ns - MS, at_ns)
+def posted(at_ns: int, request: str = "d-1", path: str = "read", engine: str = "prefill") -> Posted:
+    return Posted(request, engine, 0, path, 8, at_ns - MS, at_ns)
 
 
 READ = (
@@ -134,6 +134,12 @@ class TestDecode:
         apply(seen, READ[0], (Tracker.ended, 3 * MS, "d-1", False))
         assert (row(seen)["state"], row(seen)["bytes"]) == ("Success", 0)
 
+    def test_the_write_of_a_prefill_worker_has_all_that_the_request_waited_for(self) -> None:
+        seen = tracker("decode")
+        apply(seen, *READ[:4], (Tracker.written, 8 * MS, "d-1", "agent", 1), (Tracker.received, 9 * MS, "d-1", False))
+        room = row(seen)
+        assert (room["state"], room["bytes"], room["paths"]) == ("Success", 4 * BLOCK, {"write": 1})
+
     def test_two_requests_of_one_transfer_are_one_room(self) -> None:
         seen = tracker("decode")
         apply(seen, READ[0], (Tracker.arrived, 2 * MS, "decode", "d-2", "p-1", 100))
@@ -162,6 +168,10 @@ class TestPrefill:
             ((), "transferred"),
             (((Tracker.claimed, 9 * MS, "p-1", "agent"),), "transferred by agent"),
             (((Tracker.read, 9 * MS, "p-1", "agent", 2),), "transferred by agent"),
+            (
+                ((Tracker.posted, 9 * MS, posted(9 * MS, "p-1", "write", "decode")),),
+                "transferred, while 1 writes were in flight",
+            ),
         ],
     )
     def test_blocks_that_are_released_before_all_have_them_had_an_expired_lease(self, before: Any, end: str) -> None:
@@ -177,10 +187,29 @@ class TestPrefill:
         assert counter(seen, "kvctl_late_reads_total") == 1
         assert "request p-1 were transferred after they had been freed" in texts(seen)
 
-    def test_a_failure_that_vllm_logged_is_the_cause_and_not_the_lease(self) -> None:
+    @pytest.mark.parametrize("early", [True, False])
+    def test_a_room_that_it_writes(self, early: bool) -> None:
         seen = tracker("prefill")
+        claim = (Tracker.registered, 2 * MS, "p-1", "agent", DECODE)
+        apply(seen, *((claim, *HELD) if early else (*HELD, claim)))
+        assert (row(seen)["state"], row(seen)["peers"]) == ("WaitingForInput", ["decode-tp0@10.0.0.2:5601"])
+        write = posted(6 * MS, "p-1", "write", "decode")
+        apply(
+            seen,
+            (Tracker.connecting, 4 * MS, "decode", DECODE, (0,)),
+            (Tracker.posted, 6 * MS, write),
+            (Tracker.moved, 9 * MS, write, 4 * BLOCK, 2 * MS),
+            (Tracker.released, 10 * MS, "p-1"),
+        )
+        room = row(seen)
+        assert (room["state"], room["bytes"], room["paths"]) == ("Success", 4 * BLOCK, {"write": 1})
+        assert {event["peer"] for event in room["timeline"] if event["stage"] == "wire"} == {"decode-tp0@10.0.0.2:5601"}
+
+    def test_a_write_that_failed_is_the_cause_and_not_its_lease(self) -> None:
+        seen = tracker("prefill")
+        write = posted(9 * MS, "p-1", "write", "decode")
         reason = (Tracker.reason, 10 * MS, "p-1", "KV_TRANSPORT", "transfer failed: state ERR")
-        apply(seen, *HELD, reason, (Tracker.released, 31_000 * MS, "p-1"))
+        apply(seen, *HELD, (Tracker.posted, 9 * MS, write), reason, (Tracker.released, 31_000 * MS, "p-1"))
         assert row(seen)["failure"]["code"] == "KV_TRANSPORT"
 
     def test_a_request_of_the_other_role_is_not_shown(self) -> None:
@@ -198,7 +227,15 @@ class TestPrefill:
             (Tracker.released, MS, "x"),
             (Tracker.received, MS, "x", True),
             (Tracker.ended, MS, "x", True),
+            (Tracker.written, MS, "x", "agent", 1),
             (Tracker.allocated, MS, "x", 1, 0, "decode", DECODE),
         )
         assert not seen.rooms
         assert counter(seen, "kvctl_rooms_opened_total") == 0
+
+
+def test_registrations_of_requests_that_never_come_are_few() -> None:
+    seen = tracker("prefill")
+    for number in range(2000):
+        seen.registered(MS, f"r-{number}", "agent", DECODE)
+    assert len(seen._registered) == 1024
