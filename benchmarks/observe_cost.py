@@ -19,6 +19,7 @@ from typing import Any, Literal
 from kvctl_agent.admin.publisher import DocumentPublisher
 from kvctl_agent.integrations.observe.hooks import add_hooks
 from kvctl_agent.integrations.sglang.observe import hooks
+from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.manager_state import RankShape
 from kvctl_agent.integrations.sglang.observe.tracker import Tracker
 from kvctl_agent.integrations.vllm.observe import hooks as vllm_hooks
@@ -92,13 +93,13 @@ class Calls:
             add_hooks(manager, hooks.MANAGER)
             add_hooks(queue, hooks.QUEUE)
             add_hooks(end, hooks.SENDER if role == "prefill" else hooks.RECEIVER)
-            events = hooks.EventQueue()
+            events = EventQueue()
             setattr(self.manager, hooks.EVENTS, events)
             region = RegionWriter(Header.of_this_process(role, "me"), directory / f"{role}.region")
             telemetry = Telemetry("me", role, region)
             telemetry.collected = []
             shape = RankShape(role, 4096, (0, 4), 1, heads=4, total_heads=4)
-            tracker = Tracker("me", shape, telemetry, directory)
+            tracker = Tracker("me", shape, telemetry, events.waits, directory)
             events.open(tracker, DocumentPublisher(region, {}))
             self.turn, self.note_call = events.publish, region.note_call
         self.queue: Any = queue()

@@ -71,9 +71,8 @@ def run(side: str, work: str, loads: list[Load], options: argparse.Namespace) ->
         pool_tokens=window * tokens + page,
         decode_pool_tokens=-(-window // decode.dp) * tokens + page,
         rows=max(8, window),
-        environment=variables
-        | ({"KVCTL_SGLANG": "observe"} if "observed" in rest else {})
-        | ({"SGLANG_DISAGG_STAGING_BUFFER": "1"} if "staging" in rest else {}),
+        staging="staging" in rest,
+        environment=variables | ({"KVCTL_SGLANG": "observe"} if "observed" in rest else {}),
         chunked_prefill_size=8192,
         device=options.device,
         prefill_gpus=tuple(options.prefill_gpus),

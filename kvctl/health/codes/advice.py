@@ -15,6 +15,7 @@ from kvctl.health.finding import Finding
 from kvctl.health.snapshot import Snapshot
 
 _DATA_PARALLEL = re.compile(r"-dp\d")
+_POOL = "SGLANG_DISAGG_STAGING_POOL_SIZE_MB"
 _WAITING = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
 _ABORT = "abort the request at the router, or POST /abort_request on both servers"
 
@@ -27,6 +28,29 @@ def _room(finding: Finding) -> str:
 
 def _both_ends(then: str) -> Callable[[Finding], str]:
     return lambda finding: f"`kvctl rooms show {_room(finding)}` shows both ends on one timeline; {then}"
+
+
+def _pinned(finding: Finding) -> str:
+    return (
+        f"`kvctl staging map -e {finding.agents[0]}` shows the region; SGLang frees it when its room ends, for a room "
+        f"that does not end after {_WAITING}: {_ABORT}"
+    )
+
+
+def _small(finding: Finding) -> str:
+    needed = finding.evidence["needed_ring_mb"]
+    return (
+        f"`kvctl staging -e {finding.agents[0]}` shows the ring; start the decode server with {_POOL}={needed} or more"
+    )
+
+
+def _oversized(finding: Finding) -> str:
+    largest = finding.evidence["largest_part_bytes"]
+    pool = f"{_POOL}={-(-largest >> 20)} or more" if largest else f"a larger {_POOL}"
+    return (
+        f"`kvctl staging -e {finding.agents[0]} -o wide` shows the ring, and how many chunks it refused; start the "
+        f"decode server with {pool}, or the prefill server with a smaller --chunked-prefill-size"
+    )
 
 
 def _lost(finding: Finding) -> str:
@@ -50,6 +74,17 @@ def _lost(finding: Finding) -> str:
 
 
 SGLANG: Mapping[str, Callable[[Finding], str]] = {
+    "KV_RING_PINNED": _pinned,
+    "KV_RING_GATED_EMPTY": _pinned,
+    "KV_RING_CYCLE": _pinned,
+    "KV_RING_SMALL": _small,
+    "KV_CHUNK_OVERSIZED": _oversized,
+    "KV_GRANT_UNANSWERED": _both_ends(f"SGLang asks once for a region and does not repeat a lost request: {_ABORT}"),
+    "KV_SUBSCRIBER_DEAD": lambda finding: (
+        f"`kvctl staging -e {finding.agents[0]}` lists the chunks that wait; SGLang does not repeat a watermark: the "
+        "next region that the decode rank frees sends one, so another request may help; otherwise restart the prefill "
+        "server"
+    ),
     "KV_PEER_LOST": _lost,
     "KV_ROOM_STUCK_BOOTSTRAP": _both_ends(
         "check that the router sends the two halves of a request to servers that know each other (bootstrap host, port "
@@ -59,6 +94,10 @@ SGLANG: Mapping[str, Callable[[Finding], str]] = {
     "KV_ROOM_STUCK_WAITING": _both_ends(f"{_ABORT}; it fails after {_WAITING}"),
     "KV_ROOM_STUCK_TRANSFER": _both_ends(f"{_ABORT}; it fails after {_WAITING}"),
     "KV_ROOM_STUCK_SCATTER": _both_ends(f"{_ABORT}; it fails after {_WAITING}"),
+    "KV_READY_GAP": lambda finding: (
+        f"`kvctl staging` shows whose ring they wait for: start that decode server with a larger {_POOL}, or add "
+        "cores and SGLANG_DISAGGREGATION_QUEUE_SIZE for more transfer workers"
+    ),
 }
 """For ranks of SGLang's own transfer backends, which kvctl only observes: an agent's commands have no effect there."""
 

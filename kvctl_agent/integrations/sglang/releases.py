@@ -45,3 +45,8 @@ def extend_end(req: Any) -> int:
 def prefix_len(req: Any) -> int:
     """Returns the tokens of a request that are in the pool before the present forward (before 0.5.22: their slots)."""
     return int(req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices))
+
+
+def staging_context(manager: Any) -> Any:
+    """Returns the state of a manager's staging, None without it; before 0.5.23 the attribute is then missing."""
+    return getattr(manager, "_staging_ctx", None)

@@ -123,6 +123,15 @@ OBSERVED_INTERFACES: Mapping[str, tuple[str, ...]] = {
     f"{_D}.common.conn:CommonKVManager._on_heartbeat_success": ("self", "bootstrap_addr"),
     f"{_D}.common.conn:CommonKVReceiver.init": ("self", "prefill_dp_rank"),
     f"{_D}.common.utils:FastQueue.get": ("self",),
+    f"{_D}.common.staging_handler:StagingManagerMixin._handle_staging_req": ("self", "msg"),
+    f"{_D}.common.staging_handler:DecodeStagingHandler._free_and_send_watermark": ("self", "alloc_id", "_decode_req"),
+    f"{_D}.common.staging_handler:PrefillStagingStrategy.check_ready": (
+        "self",
+        "req",
+        "kv_chunk_index_start",
+        "num_chunk_pages",
+        "session_id",
+    ),
 }
 
 

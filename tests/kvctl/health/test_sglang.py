@@ -11,7 +11,7 @@ from kvctl.health.codes.advice import SGLANG
 from kvctl.health.finding import Severity
 from kvctl_agent.contract.commands import COMMANDS, Level
 from kvctl_agent.contract.config import KEYS
-from tests.kvctl.health.fleets import Fleet, S
+from tests.kvctl.health.fleets import MIB, Fleet, S
 
 CHANGES = {command.name for command in COMMANDS if command.level > Level.READ}
 
@@ -31,20 +31,41 @@ def test_a_healthy_observed_fleet_has_no_finding():
     assert observed().examine(observed()) == []
 
 
+def stuck_writer(fleet: Fleet) -> None:
+    fleet.oldest("decode-0", 17, age_ns=20 * S, room_state="Success", writer="prefill-0, prefill-1", state="granted")
+
+
+def oversized(fleet: Fleet) -> None:
+    fleet.answers["decode-0"]["staging"]["ring"].update(refused_total=4, refused_largest_bytes=96 * MIB)
+
+
 def lost(fleet: Fleet) -> None:
     fleet.gone("prefill-0")
     fleet.stale.append("prefill-0")
+
+
+def unanswered(fleet: Fleet) -> None:
+    fleet.gated("prefill-0", "decode-1", "1002", waiting_for="grant", requests=1, asked_age_ns=13 * S)
 
 
 def unopened(fleet: Fleet) -> None:
     fleet.room("prefill-0", "5", state="Bootstrapping", state_age_ns=200 * S, age_ns=200 * S, peers=[])
 
 
+def unseen_watermark(fleet: Fleet) -> None:
+    fleet.gated("prefill-0", "decode-0", "1002", age_ns=20 * S)
+    fleet.peer("prefill-0", "decode-0", watermark_seen=[0, 0])
+
+
 @pytest.mark.parametrize(
     ("harm", "code", "subject", "words"),
     [
+        (stuck_writer, "KV_RING_PINNED", "decode-0 allocation 17", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"),
+        (oversized, "KV_CHUNK_OVERSIZED", "decode-0 ring", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB=96 or more"),
         (lost, "KV_PEER_LOST", "prefill-0", "at the same bootstrap address"),
+        (unanswered, "KV_GRANT_UNANSWERED", "prefill-0 → decode-1", "does not repeat a lost request"),
         (unopened, "KV_ROOM_STUCK_BOOTSTRAP", "prefill-0", "bootstrap host, port and room"),
+        (unseen_watermark, "KV_SUBSCRIBER_DEAD", "prefill-0 → decode-0", "SGLang does not repeat a watermark"),
     ],
 )
 def test_each_fault_comes_first_with_advice_for_sglang(harm, code, subject, words):
@@ -59,6 +80,28 @@ def test_each_fault_comes_first_with_advice_for_sglang(harm, code, subject, word
     assert not [key.name for key in KEYS if "_" in key.name and key.name in first.remedy]
 
 
+def test_a_region_that_no_writer_writes_any_more_is_pinned_before_others_wait_for_it():
+    fleet = observed()
+    stuck_writer(fleet)
+    (found,) = fleet.find("KV_RING_PINNED")
+    assert "waits for this region until it fails" in found.cause
+    assert found.agents == ("decode-0", "prefill-0", "prefill-1")
+    fleet.allocation("decode-0", 17, writer="")
+    (found,) = fleet.find("KV_RING_PINNED")
+    assert "granted 2 MiB of its ring again, 20 s ago, for a chunk of room" in found.cause
+    agents = Fleet()
+    stuck_writer(agents)
+    assert agents.find("KV_RING_PINNED") == []  # the agent revokes it
+
+
+def test_a_chunk_larger_than_the_ring_fails_rooms_of_sglang():
+    fleet = observed()
+    oversized(fleet)
+    (found,) = fleet.find("KV_CHUNK_OVERSIZED")
+    assert found.severity is Severity.CRITICAL
+    assert "4 parts refused, their rooms fail" in found.cause
+
+
 def test_a_server_whose_process_ended_is_lost_at_once():
     fleet = observed()
     lost(fleet)
@@ -67,13 +110,15 @@ def test_a_server_whose_process_ended_is_lost_at_once():
     assert found.cause.startswith("prefill-0 died: its process has ended")
 
 
-def test_a_rank_that_sglang_gave_up_is_a_warning():
+def test_a_rank_that_sglang_gave_up_is_not_the_first_cause():
     fleet = observed()
+    oversized(fleet)
     fleet.peer("prefill-0", "decode-0", state="lost", last_heard_ns=None, last_error="a transfer to it failed")
-    (found,) = fleet.examine()
-    assert (found.code, found.severity) == ("KV_PEER_LOST", Severity.WARNING)
-    assert found.cause.startswith("prefill-0 gave decode-0 up: a transfer to it failed")
-    assert "SGLANG_ENABLE_FAILED_SESSION_PROBE=1" in found.remedy
+    first, second = fleet.examine()
+    assert (first.code, second.code) == ("KV_CHUNK_OVERSIZED", "KV_PEER_LOST")
+    assert second.severity is Severity.WARNING
+    assert second.cause.startswith("prefill-0 gave decode-0 up: a transfer to it failed")
+    assert "SGLANG_ENABLE_FAILED_SESSION_PROBE=1" in second.remedy
 
 
 @pytest.mark.parametrize(

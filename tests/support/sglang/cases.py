@@ -84,6 +84,7 @@ class Case:
     pool_tokens: int = 1024
     decode_pool_tokens: int | None = None
     rows: int = 8
+    staging: bool = False
     layers_in_groups: int = 0
     chunked_prefill_size: int = 64
     load_balance_method: str = "follow_bootstrap_room"

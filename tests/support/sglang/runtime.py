@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import types
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,13 @@ from tests.support.sglang.cases import Case, Place, Role, places
 FOLDER = Path(os.environ.get("SGLANG", Path(__file__).parents[3] / ".venv" / "sglang")).absolute()
 VERSION = next((each.version for each in distributions(name="sglang", path=[str(FOLDER)])), "")
 HOST = "127.0.0.1"
+# Before 0.5.23 SGLang's own staging needs CUDA, and no stand-in for it would be SGLang's.
+STAGES_HOST_MEMORY = (
+    "_STAGING_SUPPORTED_DEVICE_TYPES"
+    in (FOLDER / "sglang" / "srt" / "disaggregation" / "common" / "staging_buffer.py").read_text()
+    if FOLDER.is_dir()
+    else True
+)
 MODULES = (
     "mem_cache.memory_pool",
     "mem_cache.swa_memory_pool",
@@ -193,6 +201,8 @@ class Runtime:
         if case.device == "cpu":
             _nixl_takes_host_memory()
         importlib.import_module("sglang.srt.plugins").load_plugins()
+        if case.device == "cpu" and case.staging:
+            _staging_takes_host_memory()
         if case.backend == "mooncake":
             engine = importlib.import_module("sglang.srt.distributed.device_communicators.mooncake_transfer_engine")
             engine.init_mooncake_transfer_engine(HOST, self.gpu, None)
@@ -249,6 +259,55 @@ def _nixl_takes_host_memory() -> None:
     nixl._api.nixl_agent = HostAgent
 
 
+def _staging_takes_host_memory() -> None:
+    """SGLang's staging knows devices with streams only: streams and events of the host are done at once."""
+    buffer = importlib.import_module("sglang.srt.disaggregation.common.staging_buffer")
+    handler = importlib.import_module("sglang.srt.disaggregation.common.staging_handler")
+
+    class Stream:
+        device = torch.device("cpu")
+
+        def wait_stream(self, stream: object) -> None:
+            pass
+
+        def wait_event(self, event: object) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+    class Event:
+        def record(self, *args: object) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            pass
+
+    def stream_context(stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def start_handler(self: Any, *, kv_buffer_info: dict[str, Any], **rest: Any) -> None:
+        # The original asserts that the pool's device has an index, which "cpu" has not.
+        index = [SimpleNamespace(device=torch.device("cpu", 0))]
+        original(self, kv_buffer_info={**kv_buffer_info, "k_buffers": index}, **rest)
+        self.kv_buffer_info = kv_buffer_info
+        self.device = torch.device("cpu")
+
+    original = handler.DecodeStagingHandler.__init__
+    handler.DecodeStagingHandler.__init__ = start_handler
+    buffer._STAGING_SUPPORTED_DEVICE_TYPES = ("cpu",)
+    buffer._check_kv_on_staging_device = lambda *args: None
+    buffer.StagingBuffer.producer_stream = lambda self: Stream()
+    for module in (buffer, handler):
+        module.create_device_stream = lambda device: Stream()
+        module.device_stream_context = stream_context
+    handler.create_device_event = lambda device: Event()
+    handler._get_custom_mem_pool = lambda device: (None, None)
+
+
 def bare_environment(device: str = "cpu") -> dict[str, str]:
     """This process's environment without settings of SGLang and kvctl, and what SGLang's modules read on import."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "KVCTL_"))}
@@ -268,6 +327,8 @@ def environment(case: Case, role: Role, socket_dir: Path) -> dict[str, str]:
     own = {"KVCTL_SOCKET_DIR": str(socket_dir)}
     if case.backend == "mooncake":
         own |= {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
+    if case.staging:
+        own |= {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
     if case.aux_sampling_mask:
         own |= {"SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1"}
     side = case.prefill_environment if role == "prefill" else case.decode_environment

@@ -187,7 +187,7 @@ class _Scheduler:
         self.spec_algorithm = SimpleNamespace(is_none=lambda: role == "prefill" and case.layers_in_groups > 0)
         self.enable_overlap = self.enable_hisparse = self.enable_lora = self.enable_decode_hicache = False
         self.enable_priority_scheduling = False
-        self.enable_staging = "SGLANG_DISAGG_STAGING_BUFFER" in case.environment
+        self.enable_staging = case.staging
         self.ended: list[Ended] = []
 
     def end(self, req: Request, wrong: tuple[str, ...] = (), moved: int | None = None) -> None:

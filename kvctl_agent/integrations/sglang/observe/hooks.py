@@ -1,4 +1,4 @@
-"""Hooks on SGLang's managers, senders and receivers, which add events to an `EventQueue`.
+"""Hooks on SGLang's managers, senders, receivers and staging classes, which add events to an `EventQueue`.
 
 They run on SGLang's threads (`integrations.observe.hooks`).
 """
@@ -10,28 +10,18 @@ from collections.abc import Callable
 from time import monotonic_ns as now_ns
 from typing import Any
 
-from kvctl_agent.integrations.observe import event_queue
 from kvctl_agent.integrations.observe.hooks import Hooks, after, before
+from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker, Writer
 from kvctl_agent.integrations.sglang.rank_names import prefill_name
+from kvctl_agent.integrations.sglang.releases import staging_context
 
 EVENTS = "_kvctl_events"
 """Attribute of a manager that has its `EventQueue`."""
 
 _FAILED, _WAITING, _SUCCESS = 0, 2, 4  # KVPoll
+_OVERSIZED = -2  # StagingAllocator.ALLOC_OVERSIZED
 _MOST_LOOK_UPS = 256
-
-
-class EventQueue(event_queue.EventQueue):
-    """Events of one manager.
-
-    Attributes:
-        writers: prefill ranks that receivers have looked up, by the arguments of the look-up.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("SGLang")
-        self.writers: dict[tuple[Any, ...], tuple[Writer, ...]] = {}
 
 
 class _Worker(threading.local):
@@ -39,11 +29,14 @@ class _Worker(threading.local):
 
     Attributes:
         chunk: SGLang's TransferKVChunk; None outside a worker.
+        dequeued_ns: time at which the worker took it from its queue.
+        gated: whether the chunk had to wait for the ring.
         posted: writes whose end the worker has not seen.
     """
 
     chunk: Any = None
     dequeued_ns = 0
+    gated = False
 
     def __init__(self) -> None:
         self.posted: list[SentPart] = []
@@ -81,7 +74,9 @@ def _conclude_transfer(
 
 
 def _clear(end: Any) -> None:
-    events_of(end.kv_mgr).add(Tracker.cleared, now_ns(), end.bootstrap_room)
+    events = events_of(end.kv_mgr)
+    events.forget_waits(end.bootstrap_room)
+    events.add(Tracker.cleared, now_ns(), end.bootstrap_room)
 
 
 # ---- prefill ---------------------------------------------------------------------------------------------------
@@ -98,14 +93,38 @@ def _add_transfer_request(
 
 
 def _dequeued(_: int, chunk: Any, __: Any) -> None:
+    if chunk is not _worker.chunk:  # a chunk that waits for the ring is queued again and again
+        _worker.gated = False
     _worker.chunk, _worker.dequeued_ns = chunk, now_ns()
     _worker.posted.clear()
+
+
+def _check_ready(
+    _: int,
+    result: tuple[bool, int, int, int, int],
+    strategy: Any,
+    req: Any,
+    kv_chunk_index_start: int,
+    num_chunk_pages: int,
+    session_id: str | None = None,
+) -> None:
+    ready, chunk, offset, ring_round, end = result
+    events, endpoint = events_of(strategy.kv_manager), f"{req.endpoint}:{req.dst_port}"
+    key = req.room, chunk, endpoint
+    if ready:
+        _worker.gated = events.wait_over(key)
+    elif offset == _OVERSIZED:
+        reason = f"chunk {chunk} of {num_chunk_pages} pages exceeds the ring buffer of decode rank {endpoint}"
+        events.add(Tracker.failed, now_ns(), req.room, reason)
+        events.wait_over(key)
+    else:
+        events.wait(now_ns(), key, num_chunk_pages, ring_round, end)
 
 
 def _sent(path: str) -> Callable[..., None]:
     """Returns the hook of a method that sends a chunk to one decode rank on this path."""
 
-    def sent(_: int, result: Any, manager: Any, session: str, *__: Any, **___: Any) -> None:
+    def sent(start_ns: int, result: Any, manager: Any, session: str, *_: Any, **__: Any) -> None:
         chunk = _worker.chunk
         if chunk is None or result is None or result == -1:
             return
@@ -120,6 +139,8 @@ def _sent(path: str) -> Callable[..., None]:
             getattr(info, "decode_tp_size", 0) or info.dst_attn_tp_size,
             path,
             _worker.dequeued_ns,
+            _worker.gated,
+            start_ns,
             None if is_synchronous else end_ns,
         )
         if not is_synchronous:
@@ -219,6 +240,23 @@ def _handle_chunk_ready(_: int, handled: bool, manager: Any, msg: list[bytes]) -
         events_of(manager).add(Tracker.chunk_landed, now_ns(), int(msg[1]), int(msg[2]), int(msg[4]), rank)
 
 
+def _handle_staging_req(_: int, __: None, manager: Any, msg: list[bytes]) -> None:
+    room, chunk, pages = int(msg[1]), int(msg[2]), int(msg[3])
+    receiver = staging_context(manager).room_receivers.get(room)
+    infos = getattr(receiver, "chunk_staging_infos", ())
+    if chunk >= len(infos):
+        return
+    serial, offset = infos[chunk][:2]
+    if serial >= 0:
+        events_of(manager).add(Tracker.region_granted, now_ns(), room, chunk, pages, serial)
+    elif offset == _OVERSIZED:
+        events_of(manager).add(Tracker.region_refused, now_ns(), room, chunk, pages)
+
+
+def _free_region(_: int, __: None, handler: Any, alloc_id: int, *___: Any) -> None:
+    events_of(handler.kv_manager).add(Tracker.region_freed, now_ns(), alloc_id)
+
+
 def _server_answered(manager: Any, bootstrap_addr: str) -> None:
     events_of(manager).add(Tracker.server_answered, now_ns(), bootstrap_addr)
 
@@ -245,8 +283,11 @@ MANAGER: Hooks = (
     (after, "_await_handles", _await_handles),
     (after, "check_transfer_done", _check_transfer_done),
     (after, "handle_chunk_ready", _handle_chunk_ready),
+    (after, "_handle_staging_req", _handle_staging_req),
 )
 SENDER: Hooks = ((after, "init", _sender_init), (before, "clear", _clear))
 RECEIVER: Hooks = ((after, "init", _receiver_init), (after, "send_metadata", _send_metadata), (before, "clear", _clear))
 QUEUE: Hooks = ((after, "get", _dequeued),)
-"""Hooks on FastQueue, which SGLang's backends share."""
+STRATEGY: Hooks = ((after, "check_ready", _check_ready),)
+HANDLER: Hooks = ((after, "_free_and_send_watermark", _free_region),)
+"""Hooks on FastQueue, PrefillStagingStrategy and DecodeStagingHandler, which SGLang's backends share."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvctl_agent.contract.snapshots import ConfigRow, Role
 from kvctl_agent.integrations.observe.documents import setting, variable_origin
 from kvctl_agent.integrations.sglang.rank_names import rank_axes
+from kvctl_agent.integrations.sglang.releases import staging_context
 
 _SETTINGS: tuple[tuple[str, str, str, str], ...] = (
     ("bootstrap_timeout_s", "bootstrap_timeout", "s", "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"),
@@ -99,6 +100,8 @@ def config_rows(manager: Any) -> list[ConfigRow]:
     if misses is not None:
         lost_s = misses * float(manager.heartbeat_interval)
         rows.append(_setting("lost_s", lost_s, "s", "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE"))
+    if (ring := getattr(staging_context(manager), "allocator", None)) is not None:
+        rows.append(_setting("staging_ring_mb", ring.total_size >> 20, "MiB", "SGLANG_DISAGG_STAGING_POOL_SIZE_MB"))
     return rows
 
 

@@ -17,6 +17,7 @@ from kvctl_agent.integrations.observe.observer import ObservedRank, Observer, Wa
 from kvctl_agent.integrations.sglang import scheduler_turns, versions
 from kvctl_agent.integrations.sglang.observe import hooks
 from kvctl_agent.integrations.sglang.observe.documents import builders
+from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.manager_state import config_rows, description, shape_of
 from kvctl_agent.integrations.sglang.observe.tracker import Tracker
 from kvctl_agent.integrations.sglang.rank_names import rank_axes
@@ -68,15 +69,18 @@ def observe(kind: str, found: type) -> None:
 
 
 def _hook_manager(manager_class: Any) -> None:
+    from sglang.srt.disaggregation.common.staging_handler import DecodeStagingHandler, PrefillStagingStrategy
     from sglang.srt.disaggregation.common.utils import FastQueue
 
     add_hooks(FastQueue, hooks.QUEUE)
+    add_hooks(PrefillStagingStrategy, hooks.STRATEGY)
+    add_hooks(DecodeStagingHandler, hooks.HANDLER)
     add_hooks(manager_class, hooks.MANAGER)
     construct = manager_class.__init__
 
     @functools.wraps(construct)
     def constructed(manager: Any, *args: Any, **kwargs: Any) -> None:
-        setattr(manager, hooks.EVENTS, hooks.EventQueue())  # before its threads run
+        setattr(manager, hooks.EVENTS, EventQueue())  # before its threads run
         construct(manager, *args, **kwargs)
         try:
             observer = _observer_of(manager)
@@ -130,7 +134,7 @@ def _observer_of(manager: Any) -> Observer:
     )
 
     def watch(telemetry: Telemetry, directory: Path) -> Watched:
-        tracker = Tracker(rank.name, shape, telemetry, directory)
+        tracker = Tracker(rank.name, shape, telemetry, events.waits, directory)
         return tracker, builders(manager, tracker)
 
     return Observer(rank, events, watch)

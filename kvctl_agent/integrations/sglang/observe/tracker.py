@@ -45,6 +45,8 @@ class SentPart(NamedTuple):
     """Prefill: a chunk that a worker has written to one decode rank.
 
     Attributes:
+        gated: whether it had waited for the decode rank's ring.
+        passed_ns: start of the call that sends it: what it waited for is there.
         posted_ns: None: the engine writes synchronously.
     """
 
@@ -55,7 +57,18 @@ class SentPart(NamedTuple):
     decode_tp_size: int
     path: str
     dequeued_ns: int
+    gated: bool
+    passed_ns: int
     posted_ns: int | None
+
+
+class Wait(NamedTuple):
+    """Prefill: what a chunk waits for; `round` and `end` as for `EventQueue.wait`."""
+
+    since_ns: int
+    pages: int
+    round: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -73,6 +86,15 @@ class Peer:
     lost_ns: int = 0
 
 
+class Region(NamedTuple):
+    """A region of the ring and the chunk that it was granted to."""
+
+    room: int
+    chunk: int
+    pages: int
+    granted_ns: int
+
+
 @dataclass(slots=True)
 class Room:
     """A room that SGLang has not cleared."""
@@ -83,24 +105,47 @@ class Room:
     done: set[int] = field(default_factory=set)  # ranks of the writers
     ready: dict[int, int] = field(default_factory=dict)  # prefill: time by first page of the chunk
     ended_ns: int = 0
+    landed: dict[int, set[int]] = field(default_factory=dict)  # decode, staged: ranks of the writers, by chunk
 
     @property
     def senders(self) -> list[Writer]:
         return [writer for writer in self.writers if writer.sends]
 
+    def owing(self, chunk: int) -> list[Writer]:
+        """Decode, staged: returns the writers whose share of a chunk has not arrived."""
+        landed = self.landed.get(chunk, ())
+        return [writer for writer in self.senders if writer.rank not in landed]
+
 
 class Tracker(EventTracker):
     """Tracker of one rank.
 
+    Args:
+        waits: prefill: chunks that wait for a ring, by room, chunk and endpoint.
+
     Attributes:
         rooms: rooms that SGLang has not cleared, by number.
+        peers: decode: prefill ranks by endpoint.
+        regions: decode: live regions of the ring by serial.
+        refused_largest_bytes: size of the largest chunk that exceeded the ring; 0: none did.
+        ring_high_water_bytes: largest number of bytes granted at once, also of regions granted ahead.
     """
 
-    def __init__(self, name: str, shape: RankShape, telemetry: Telemetry, directory: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: RankShape,
+        telemetry: Telemetry,
+        waits: dict[tuple[int, int, str], Wait],
+        directory: Path,
+    ) -> None:
         super().__init__(name, telemetry, directory)
         self.shape = shape
+        self.waits = waits
         self.rooms: dict[int, Room] = {}
         self.peers: dict[str, Peer] = {}
+        self.regions: dict[int, Region] = {}
+        self.refused_largest_bytes = self.ring_high_water_bytes = 0
 
     # ---- states ------------------------------------------------------------------------------------------------
 
@@ -182,6 +227,15 @@ class Tracker(EventTracker):
             room.record.forward_done_at = at_ns
             room.record.event("finish", at_ns)
 
+    def parked(self, _: int, number: int) -> None:
+        """A chunk of the room begins or ends to wait for a ring; one of a room that has ended waits no more."""
+        waits = [key for key in tuple(self.waits) if key[0] == number]
+        if (room := self._room(number)) is not None and not room.record.state_now.finished:
+            room.record.parked = len(waits)
+        else:  # a transfer worker was still at it
+            for key in waits:
+                self.waits.pop(key, None)
+
     def part_sent(self, at_ns: int, part: SentPart) -> None:
         """A worker has written a chunk to one decode rank."""
         if (room := self._room(part.room)) is None:
@@ -190,7 +244,7 @@ class Tracker(EventTracker):
         if ready_ns is not None:
             moments["ready"] = ready_ns
             chunk = sum(first_page < part.first_page for first_page in room.ready) if len(room.ready) > 1 else 0
-        moments["queue"] = part.dequeued_ns
+        moments["gate" if part.gated else "queue"] = part.passed_ns if part.gated else part.dequeued_ns
         if part.posted_ns is not None:
             moments["post"] = part.posted_ns
         moments["wire"] = at_ns
@@ -253,6 +307,39 @@ class Tracker(EventTracker):
         nbytes = pages * self.shape.page_bytes // max(1, len(room.senders))
         key = rank, chunk, self.shape.layers
         self.telemetry.part(room.record, key, peer, STAGED, nbytes, {"arrive": at_ns})
+        room.landed.setdefault(chunk, set()).add(rank)
+
+    def region_granted(self, at_ns: int, number: int, chunk: int, pages: int, serial: int) -> None:
+        """Staged: a chunk has a region of the ring."""
+        room = self._room(number)
+        if room is None or serial in self.regions:
+            return  # every prefill rank asks for the same region
+        self.regions[serial] = Region(number, chunk, pages, at_ns)
+        again = "again, though all of it had arrived" if not room.owing(chunk) else ""
+        room.record.event("grant", at_ns, None, chunk, self.shape.layers, detail=again)
+        if again:
+            text = f"chunk {chunk} was granted a region {again}: a request of another rank came late"
+            self.note("ring", text, "warning", number, at_ns=at_ns)
+        granted = sum(region.pages for region in self.regions.values()) * self.shape.page_bytes
+        self.ring_high_water_bytes = max(self.ring_high_water_bytes, granted)
+        self.telemetry.metrics.add("kvctl_ring_grants_total", 1)
+
+    def region_refused(self, at_ns: int, number: int, chunk: int, pages: int) -> None:
+        """Staged: a chunk is larger than the whole ring."""
+        nbytes = pages * self.shape.page_bytes
+        self.refused_largest_bytes = max(self.refused_largest_bytes, nbytes)
+        self.telemetry.metrics.add("kvctl_ring_refusals_total", 1)
+        text = f"chunk {chunk} of {nbytes} bytes is larger than the ring"
+        self.note("ring", text, "warning", number, at_ns=at_ns)
+
+    def region_freed(self, at_ns: int, serial: int) -> None:
+        region = self.regions.pop(serial, None)
+        room = None if region is None else self._room(region.room)
+        if region is None or room is None:
+            return
+        room.record.event("scatter", at_ns, None, region.chunk, self.shape.layers)
+        if room.ended_ns:  # SGLang reports success before the last chunk is in its pages
+            room.ended_ns = max(room.ended_ns, at_ns)
 
     def server_answered(self, at_ns: int, server: str) -> None:
         """The bootstrap server of a prefill instance answered a health request."""

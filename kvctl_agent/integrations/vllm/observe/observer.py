@@ -194,7 +194,7 @@ def _pp_rank() -> int:
 
 def _state(tracker: Tracker) -> Iterator[Mapping[str, Any]]:
     peers = Counter(peer.state for peer in tracker.peers.copy().values())
-    yield {"state": "running", "accepting": True, "peers": dict(peers)}
+    yield {"state": "running", "accepting": True, "ring": None, "buffers": None, "peers": dict(peers), "gated": 0}
 
 
 def _rooms(tracker: Tracker) -> Iterator[Diagnosis]:

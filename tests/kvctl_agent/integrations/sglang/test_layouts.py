@@ -104,7 +104,7 @@ def test_rooms_arrive_whole(name: str) -> None:
     ("case", "named"),
     [
         (kvctl(decode=Ranks(tp=2, dcp=2)), r"decode context parallelism \(--dcp-size\) of a model with KV heads"),
-        (kvctl(environment={"SGLANG_DISAGG_STAGING_BUFFER": "1"}), "SGLANG_DISAGG_STAGING_BUFFER"),
+        (kvctl(staging=True), "SGLANG_DISAGG_STAGING_BUFFER"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(case: Case, named: str) -> None:

@@ -1,4 +1,4 @@
-"""What an event queue does with events and documents, and on whose thread."""
+"""What an event queue does with events, waits and documents, and on whose thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvctl_agent.admin.publisher import DocumentPublisher
-from kvctl_agent.integrations.observe.event_queue import EventQueue
+from kvctl_agent.integrations.sglang.observe.event_queue import EventQueue
 from kvctl_agent.integrations.sglang.observe.tracker import Tracker
 from kvctl_agent.observer import documents as doc
 from kvctl_agent.observer.documents import Builder
@@ -19,19 +19,21 @@ from kvctl_agent.telemetry.region import Cell, Document, MemoryReader
 from tests.kvctl_agent.integrations.sglang.observe.test_tracker import MS, SUCCESS, WAITING, counter, row, rows, tracker
 from tests.support.folded import folded
 
+KEY = (7, 0, "10.0.0.2:5")
+
 
 def state() -> Iterator[Mapping[str, Any]]:
     yield {"state": "running"}
 
 
 def opened(queue: EventQueue, build: Builder = state) -> Tracker:
-    made = tracker("prefill")
+    made = tracker("prefill", waits=queue.waits)
     queue.open(made, DocumentPublisher(made.telemetry.region, {Document.STATE: build}))
     return made
 
 
 def test_events_from_before_the_rank_is_observed_are_its_first() -> None:
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     queue.add(Tracker.status_changed, 1, 7, WAITING)
     queue.publish()  # nothing is there yet
     seen = opened(queue)
@@ -41,7 +43,7 @@ def test_events_from_before_the_rank_is_observed_are_its_first() -> None:
 
 
 def test_events_wait_for_a_turn_or_for_an_event_10_ms_after_the_latest_were_applied() -> None:
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     seen = opened(queue)
     queue.add(Tracker.status_changed, time.monotonic_ns(), 7, WAITING)
     assert row(seen)["state"] == "WaitingForInput"
@@ -59,7 +61,7 @@ def test_events_wait_for_a_turn_or_for_an_event_10_ms_after_the_latest_were_appl
 
 @pytest.mark.parametrize("room", [None, "7", object()], ids=["none", "text", "object"])
 def test_an_event_that_cannot_be_applied_costs_itself_alone(room: Any) -> None:
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     seen = opened(queue)
     queue.add(Tracker.status_changed, 1, room, WAITING)
     queue.add(Tracker.status_changed, 1, 7, WAITING)
@@ -75,7 +77,7 @@ def test_telemetry_that_cannot_be_written_is_logged_once_and_reaches_no_hook(
     def fails() -> None:
         raise ValueError("closed")
 
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     seen = opened(queue)
     with caplog.at_level(logging.ERROR, "kvctl"), monkeypatch.context() as patched:
         patched.setattr(seen.telemetry, "flush", fails)
@@ -89,7 +91,7 @@ def test_telemetry_that_cannot_be_written_is_logged_once_and_reaches_no_hook(
 
 @pytest.mark.parametrize("room", [2**70, "7\udcff"], ids=["large", "surrogate"])
 def test_a_number_that_no_room_can_have_costs_its_records_alone(room: Any) -> None:
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     seen = opened(queue)
     queue.add(Tracker.status_changed, 1, room, WAITING)
     queue.add(Tracker.status_changed, 1, 7, WAITING)
@@ -98,7 +100,7 @@ def test_a_number_that_no_room_can_have_costs_its_records_alone(room: Any) -> No
 
 
 def test_events_that_find_no_space_are_counted() -> None:
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     for number in range(4096 + 5):
         queue.add(Tracker.status_changed, 1, 7, SUCCESS if number < 4096 else WAITING)
     seen = opened(queue)
@@ -107,17 +109,17 @@ def test_events_that_find_no_space_are_counted() -> None:
 
 
 def test_many_events_do_not_wait_for_a_turn() -> None:
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     seen = opened(queue)
     queue.add(Tracker.status_changed, time.monotonic_ns() + 60_000 * MS, 7, WAITING)
     for _ in range(5000):
-        queue.add(Tracker.status_changed, 1, 7, WAITING)
+        queue.add(Tracker.parked, 1, 7)
     assert len(queue._events) <= 1024
     assert counter(seen, "kvctl_internal_errors_total") == 0
 
 
 def test_a_thread_leaves_its_event_to_the_one_that_is_at_them() -> None:
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     seen, inside, go_on = opened(queue), threading.Event(), threading.Event()
 
     def hold(_: Tracker, __: int) -> None:
@@ -135,8 +137,40 @@ def test_a_thread_leaves_its_event_to_the_one_that_is_at_them() -> None:
     assert row(seen)["state"] == "WaitingForInput"
 
 
+def test_a_chunk_waits_from_its_first_event_until_it_may_be_written_or_its_room_ends() -> None:
+    queue = EventQueue()
+    seen = opened(queue)
+    queue.add(Tracker.status_changed, 1, 7, WAITING)
+    queue.wait(2, KEY, 2, 0, -1)
+    queue.wait(3, KEY, 2, 1, 64)
+    queue.wait(3, (7, 1, KEY[2]), 2, 0, -1)
+    queue.publish()
+    assert (queue.waits[KEY].since_ns, queue.waits[KEY].end) == (2, 64)
+    assert row(seen)["parked"] == 2
+    assert queue.wait_over(KEY)
+    assert not queue.wait_over(KEY)
+    queue.publish()
+    assert row(seen)["parked"] == 1
+    queue.add(Tracker.status_changed, 4, 8, WAITING)
+    queue.wait(4, (8, 1, KEY[2]), 2, 0, -1)
+    queue.forget_waits(7)
+    assert {room for room, *_ in queue.waits} == {8}
+
+
+def test_a_chunk_of_a_room_that_has_ended_does_not_wait() -> None:
+    """A transfer worker may come to it after the scheduler has given the room up."""
+    queue = EventQueue()
+    opened(queue)
+    queue.add(Tracker.status_changed, 1, 7, WAITING)
+    queue.forget_waits(7)
+    queue.add(Tracker.cleared, 2, 7)
+    queue.wait(3, KEY, 2, 0, -1)
+    queue.publish()
+    assert not queue.waits
+
+
 def test_documents_that_are_due_are_written_in_a_turn() -> None:
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     seen = opened(queue)
     documents = doc.RegionDocuments(MemoryReader(seen.telemetry.region))
     assert documents.read(Document.STATE, doc.State).state == ""
@@ -148,7 +182,7 @@ def test_a_document_that_cannot_be_built_is_logged_once(caplog: pytest.LogCaptur
     def fails() -> Iterator[Mapping[str, Any]]:
         raise AttributeError("no such table")
 
-    queue = EventQueue("SGLang")
+    queue = EventQueue()
     seen = opened(queue, fails)
     reader = MemoryReader(seen.telemetry.region)
     with caplog.at_level(logging.ERROR, "kvctl"):

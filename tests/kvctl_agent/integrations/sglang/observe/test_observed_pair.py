@@ -14,12 +14,14 @@ import pytest
 
 from tests.support.sglang.cases import Case, Model, Ranks, Room
 from tests.support.sglang.pair import PDPair
-from tests.support.sglang.runtime import VERSION
+from tests.support.sglang.runtime import STAGES_HOST_MEMORY, VERSION
 
 OBSERVE = {"KVCTL_SGLANG": "observe", "KVCTL_OBSERVER": "process"}
 HEADS_8 = Model(heads=8, layers=2)
 TOKEN_BYTES = HEADS_8.layers * 2 * HEADS_8.heads * HEADS_8.head_dim * 2
+STAGED = {"prefill": Ranks(tp=2), "model": HEADS_8, "staging": True}
 DEADLINE_S = 30.0
+with_staging = pytest.mark.skipif(not STAGES_HOST_MEMORY, reason="staging of this release of SGLang needs CUDA")
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +68,10 @@ def doctor() -> list[Any]:
     return [row for row in kvctl("doctor") if row["rank"] is not None]
 
 
-def test_rooms_of_unequal_ranks_from_both_ends_until_decode_is_frozen(sockets: Path) -> None:
+@with_staging
+def test_rooms_of_staging_from_both_ends_until_decode_is_frozen(sockets: Path) -> None:
     rooms = [Room(1, tokens=64), Room(2, tokens=128, chunks=(64,))]
-    with PDPair(Case("nixl", prefill=Ranks(tp=2), model=HEADS_8, environment=OBSERVE)) as pair:
+    with PDPair(Case("nixl", environment=OBSERVE, **STAGED)) as pair:
         assert {rank.names["manager"] for rank in pair.all()} == {"NixlKVManager"}
         pair.transfer(rooms).check()
         assert {path.stat().st_mode & 0o777 for path in sockets.glob("*.sock")} == {0o600}
@@ -86,8 +89,15 @@ def test_rooms_of_unequal_ranks_from_both_ends_until_decode_is_frozen(sockets: P
             ("1", 32 * TOKEN_BYTES, 1),
             ("2", 64 * TOKEN_BYTES, 2),
         }
+        assert all(
+            row["paths"] in ({"staged": n}, f"staged={n}") for row in role(rows, "decode") for n in [row["parts"]]
+        )
         decode = next(row["name"] for row in status if row["role"] == "decode")
         assert {peer for row in role(rows, "prefill") for peer in row["peers"]} == {decode}
+        (ring,) = [row for row in kvctl("staging") if row["agent"] == decode]
+        assert ring["ring"]["allocations"] == []
+        events = kvctl("rooms", "show", "2")
+        assert "scatter" in json.dumps(events)
         refused = subprocess.run(
             [sys.executable, "-m", "kvctl", "drain", "--yes", decode], capture_output=True, text=True, check=False
         )
@@ -117,6 +127,30 @@ def test_rooms_of_equal_ranks_until_prefill_is_killed(backend: str) -> None:
         first = doctor()[0]
         assert (first["code"], first["subject"][:12]) == ("KV_PEER_LOST", "prefill-tp0@")
         assert "its process has ended" in first["cause"]
+
+
+@with_staging
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_doctor_names_a_staging_pool_that_is_too_small(backend: str) -> None:
+    model = Model(heads=8, layers=32, head_dim=64)
+    case = Case(
+        backend,
+        prefill=Ranks(tp=2),
+        model=model,
+        staging=True,
+        chunked_prefill_size=512,
+        environment=OBSERVE,
+        decode_environment={"SGLANG_DISAGG_STAGING_POOL_SIZE_MB": "1"},
+    )
+    with PDPair(case) as pair:
+        pair.call("prefill", without_pinned_memory)
+        pair.transfer([Room(1, tokens=512)], settle=False)
+        first = doctor()[0]
+        assert first["code"] == "KV_CHUNK_OVERSIZED"
+        assert first["subject"].startswith("decode-tp0@")
+        assert "SGLANG_DISAGG_STAGING_POOL_SIZE_MB=32 or more" in first["remedy"]
+        (failed,) = kvctl("rooms", "failed")
+        assert failed["code"] == "KV_CHUNK_OVERSIZED"
 
 
 def test_first_causes_of_rooms_that_one_end_gave_up() -> None:

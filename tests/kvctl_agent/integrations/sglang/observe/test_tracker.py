@@ -11,7 +11,7 @@ import pytest
 from kvctl_agent.contract.admin import LOCK_SUFFIX
 from kvctl_agent.integrations.sglang.observe.failure_codes import code_of
 from kvctl_agent.integrations.sglang.observe.manager_state import RankShape
-from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker, Writer
+from kvctl_agent.integrations.sglang.observe.tracker import SentPart, Tracker, Wait, Writer
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.folded import folded
 
@@ -24,11 +24,11 @@ Event = tuple[Any, ...]
 """A method of the tracker and its arguments."""
 
 
-def tracker(role: Any, directory: Path | None = None) -> Tracker:
+def tracker(role: Any, directory: Path | None = None, waits: dict[tuple[int, int, str], Wait] | None = None) -> Tracker:
     shape = RankShape(role, PAGE, (0, 4), tp_size=2, heads=4, total_heads=8)
     telemetry = Telemetry("me", role)
     telemetry.collected = []
-    return Tracker("me", shape, telemetry, directory or Path("/nonexistent"))
+    return Tracker("me", shape, telemetry, {} if waits is None else waits, directory or Path("/nonexistent"))
 
 
 def apply(tracker: Tracker, *events: Event) -> None:
@@ -51,7 +51,7 @@ def counter(tracker: Tracker, name: str, *labels: str) -> float:
 
 
 def sent(room: int, first_page: int, at_ns: int, **changes: Any) -> Event:
-    part = SentPart(room, first_page, 2, "10.0.0.2:5", 2, "bulk", at_ns - 3, at_ns - 1)
+    part = SentPart(room, first_page, 2, "10.0.0.2:5", 2, "bulk", at_ns - 3, False, at_ns - 2, at_ns - 1)
     return Tracker.part_sent, at_ns, part._replace(**changes)
 
 
@@ -98,17 +98,18 @@ class TestPrefill:
         shape = RankShape("prefill", PAGE, (0, 4), tp_size=2, heads=4, total_heads=8)
         assert [shape.bytes_to(1, tp) for tp in (1, 2, 4, 8, 16)] == [PAGE, PAGE, PAGE // 2, PAGE // 4, PAGE // 4]
 
-    def test_a_staged_chunk_has_a_queue_time(self) -> None:
+    def test_a_chunk_that_waited_for_the_ring_has_a_gate_time(self) -> None:
         seen = tracker("prefill")
         apply(
             seen,
             (Tracker.status_changed, 0, 7, WAITING),
             (Tracker.chunk_ready, 1 * MS, 7, 0, True),
-            sent(7, 0, 9 * MS, path="staged", dequeued_ns=7 * MS, posted_ns=8 * MS),
+            sent(7, 0, 9 * MS, path="staged", gated=True, passed_ns=7 * MS, posted_ns=8 * MS),
         )
         (layers,) = folded(seen.telemetry).stages.rows()
         assert layers["path"] == "staged"
-        assert layers["stages"]["queue"]["p50_ns"] == pytest.approx(6 * MS, rel=0.04)
+        assert layers["stages"]["gate"]["p50_ns"] == pytest.approx(6 * MS, rel=0.04)
+        assert layers["stages"]["queue"]["count"] == 0
 
     def test_decode_ranks_of_this_host_are_named(self, tmp_path: Path) -> None:
         (tmp_path / f"decode-tp0@b:1{LOCK_SUFFIX}").write_text("1\n10.0.0.2:5")
@@ -235,22 +236,47 @@ class TestDecode:
         (opened,) = [event for event in room["timeline"] if event["stage"] == "open"]
         assert opened["detail"] == "4 pages to 2 prefill ranks, after a prefix of 32 tokens"
 
-    def test_shares_of_staged_chunks_add_up(self) -> None:
+    def test_a_staged_room_ends_when_its_last_chunk_is_in_its_pages(self) -> None:
         seen = tracker("decode")
         apply(
             seen,
             (Tracker.status_changed, 1 * MS, 7, WAITING),
             (Tracker.writers_known, 1 * MS, 7, WRITERS, True),
             (Tracker.pages_announced, 1 * MS, 7, 4, 0),
+            (Tracker.region_granted, 2 * MS, 7, 0, 4, 17),
+            (Tracker.region_granted, 2 * MS, 7, 0, 4, 17),  # every prefill rank asks
             (Tracker.chunk_landed, 3 * MS, 7, 0, 4, 0),
+        )
+        assert [writer.rank for writer in seen.rooms[7].owing(0)] == [1]
+        assert seen.ring_high_water_bytes == 4 * PAGE
+        apply(
+            seen,
             (Tracker.chunk_landed, 4 * MS, 7, 0, 4, 1),
             (Tracker.writer_done, 4 * MS, 7, 0),
             (Tracker.writer_done, 4 * MS, 7, 1),
             (Tracker.status_changed, 5 * MS, 7, SUCCESS),
+            (Tracker.region_freed, 9 * MS, 17),
             (Tracker.cleared, 20 * MS, 7),
         )
         room = row(seen)
-        assert (room["bytes"], room["latency_ns"], room["paths"]) == (4 * PAGE, 4 * MS, {"staged": 2})
+        assert (room["bytes"], room["latency_ns"], room["paths"]) == (4 * PAGE, 8 * MS, {"staged": 2})
+        assert not seen.regions
+        assert counter(seen, "kvctl_ring_grants_total") == 1
+
+    def test_a_region_granted_after_its_chunk_arrived_is_noted(self) -> None:
+        seen = tracker("decode")
+        apply(
+            seen,
+            (Tracker.status_changed, 1 * MS, 7, WAITING),
+            (Tracker.writers_known, 1 * MS, 7, WRITERS, True),
+            (Tracker.region_granted, 2 * MS, 7, 0, 4, 17),
+            (Tracker.chunk_landed, 3 * MS, 7, 0, 4, 0),
+            (Tracker.chunk_landed, 3 * MS, 7, 0, 4, 1),
+            (Tracker.region_granted, 4 * MS, 7, 0, 4, 18),  # the second rank's request was late
+        )
+        grants = [event["detail"] for event in row(seen)["timeline"] if event["stage"] == "grant"]
+        assert grants == ["", "again, though all of it had arrived"]
+        assert set(seen.regions) == {17, 18}
 
     def test_a_lost_server_loses_its_ranks_until_they_are_found_again(self) -> None:
         seen = tracker("decode")
@@ -265,3 +291,9 @@ class TestDecode:
             "10.0.0.1:1": True,
             "10.0.0.1:77": False,
         }
+
+    def test_a_chunk_larger_than_the_ring(self) -> None:
+        seen = tracker("decode")
+        apply(seen, (Tracker.status_changed, 1, 7, WAITING), (Tracker.region_refused, 2, 7, 0, 100))
+        assert seen.refused_largest_bytes == 100 * PAGE
+        assert counter(seen, "kvctl_ring_refusals_total") == 1
