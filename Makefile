@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup bench test test-all pytest check explore docs site figures clean soak quiet man fuzz sanitize peer side-by-side try-sglang test-sglang test-sglang-gpu test-vllm \
+.PHONY: help setup bench test test-all pytest check explore docs site figures clean soak quiet man fuzz sanitize peer side-by-side try-sglang test-sglang test-sglang-gpu test-vllm test-sglang-vllm \
 	venv-sglang venv-vllm wheels test-wheels release-check
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
@@ -141,6 +141,11 @@ test-sglang-gpu:  ## SGLang servers on the GPUs of this host, in the environment
 	@$(PYTHON) -m kvctl bench --engine sglang --device cuda --model $(or $(MODEL),llama-3.2-1b) --sides nixl,kvctl,kvctl-pipelined \
 		--sweep tokens=1024,4096 --sweep concurrency=1,8 --output-tokens 8 --repeat 2 -v $(ARGS)
 
+test-sglang-vllm: $(STAMP) $(SGLANG_STAMP) $(VLLM_STAMP)  ## prefill by SGLang, decode by vLLM, on the CPU, in the venvs of the two targets above
+	@echo "test-sglang-vllm: pytest"
+	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
+		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_to_vllm
+
 try-sglang: $(TOOLS_STAMP)  ## the tests of the plugin with the classes of another release of SGLang: make try-sglang SGLANG_VERSION=0.5.24
 	@[[ -n "$(SGLANG_VERSION)" ]] || { echo "try-sglang: name the release: make try-sglang SGLANG_VERSION=0.5.24" >&2; exit 2; }
 	@[[ -f $(SGLANG_TRIED)/.done ]] || { echo "try-sglang: installing SGLang $(SGLANG_VERSION)"; rm -rf $(SGLANG_TRIED); mkdir $(SGLANG_TRIED); \
@@ -256,7 +261,7 @@ release-check: test-wheels  ## before a release: build and test the wheels, writ
 	grep -q "^## \[$$version\]" CHANGELOG.md || echo "release-check: CHANGELOG.md has no section [$$version]: rename Unreleased"; \
 	git rev-parse -q --verify "v$$version" >/dev/null && echo "release-check: there is a tag v$$version: raise VERSION in kvctl_agent/contract/__init__.py"; \
 	printf '%s\n' "release-check: the wheels passed; what is named above, then by hand, in this order:" "  before the first release: reserve the names kvctl and kvctl-agent on the package index; messages of kvctl name them" \
-		"  make test-all, and make test-sglang test-vllm" \
+		"  make test-all, and make test-sglang test-vllm test-sglang-vllm" \
 		"  git tag -s v$$version && git push --tags" "  $(WHEEL_TOOLS)/bin/twine upload $(DIST)/*.whl" \
 		"  publish $(DIST)/*.cdx.json and $(DIST)/SHA256SUMS with the notes from CHANGELOG.md"
 

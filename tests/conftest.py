@@ -33,8 +33,8 @@ from kvctl_agent.telemetry.region import SUFFIX
 from tests.support.names import Names
 from tests.support.observers import end_observer
 
-# Minutes of real engines: `make test-sglang` and `make test-vllm` run them.
-collect_ignore = ["sglang_servers", "vllm_engines", "wheels"]
+# Minutes of real engines: `make test-sglang`, `make test-vllm` and `make test-sglang-vllm` run them.
+collect_ignore = ["sglang_servers", "sglang_to_vllm", "vllm_engines", "wheels"]
 
 os.environ.setdefault("KVCTL_OBSERVER", "thread")
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from examples.vllm_proxy import Prefill, Proxy, arguments
+from examples.vllm_proxy import Prefill, Proxy, SGLangPrefill, arguments
 
 TIMEOUT_S = 60.0
 REGISTRY = "tcp://127.0.0.1:14579"
@@ -102,7 +102,7 @@ async def never(_request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def proxied(
-    prefill: Sequence[Prefill], decode: Sequence[str], *, sequential: bool = False
+    prefill: Sequence[Prefill | SGLangPrefill], decode: Sequence[str], *, sequential: bool = False
 ) -> AsyncIterator[aiohttp.ClientSession]:
     """Runs a proxy. Yields its client."""
     async with (
@@ -418,3 +418,102 @@ def test_a_prefill_server_needs_the_endpoint_of_its_registry(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         arguments(["--prefill", "http://a:8100", "--decode", "http://b:8200"])
     assert "add the endpoint of its registry, such as tcp://127.0.0.1:14579" in capsys.readouterr().err
+
+
+@asynccontextmanager
+async def behind_sglang(sglang: Server, decode: Server, *, ready: bool = True) -> AsyncIterator[aiohttp.ClientSession]:
+    """Runs SGLang with two data-parallel ranks, its bootstrap server and a decode server behind a proxy."""
+
+    async def route(request: web.Request) -> web.StreamResponse:
+        if not ready:
+            return web.Response(text="Prefill server not fully registered yet", status=503)
+        rank = int(request.query["prefill_dp_rank"])
+        return web.json_response({"dp_size": 2} if rank < 0 else {"rank_ip": "127.0.0.1", "rank_port": 5000 + rank})
+
+    async with (
+        serving(Server(route).app()) as bootstrap_url,
+        serving(sglang.app()) as sglang_url,
+        serving(decode.app()) as decode_url,
+        proxied(
+            [SGLangPrefill(sglang_url, "127.0.0.1", int(bootstrap_url.rpartition(":")[2]))], [decode_url]
+        ) as client,
+    ):
+        yield client
+
+
+def rendering(**rendered: Any) -> Answer:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.json_response([rendered]) if request.path.endswith("/render") else await decoded(request)
+
+    return answer
+
+
+@scenario
+async def test_sglang_and_decode_have_the_same_tokens_and_room() -> None:
+    sglang, decode = Server(decoded), Server(decoded)
+    async with behind_sglang(sglang, decode) as client:
+        for _ in range(4):
+            assert await ask(client, model="m", prompt=[5, 6, 7], max_tokens=9) == (200, DECODED)
+    assert decode.paths == [COMPLETIONS] * 4
+    for to_sglang, to_decode in zip(sglang.bodies, decode.bodies, strict=True):
+        room = to_sglang["bootstrap_room"]
+        assert to_sglang["input_ids"] == [5, 6, 7]
+        assert to_sglang["cache_salt"] == to_decode.get("cache_salt")
+        assert 0 <= room < 1 << 63
+        params = to_decode.pop("kv_transfer_params")
+        assert to_decode == {"model": "m", "prompt": [5, 6, 7], "max_tokens": 9}
+        assert params == {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": room,
+            "kvctl_prefill": f"tcp://127.0.0.1:{5000 + room % 2}",
+        }
+
+
+@pytest.mark.parametrize("body", [{"prompt": "p"}, {"prompt": [1, 2, 3], "truncate_prompt_tokens": 2}])
+@scenario
+async def test_decode_tells_the_tokens_that_sglang_computes(body: dict[str, Any]) -> None:
+    sglang, decode = Server(decoded), Server(rendering(token_ids=[8, 9], features=None))
+    async with behind_sglang(sglang, decode) as client:
+        assert await ask(client, **body) == (200, DECODED)
+    assert decode.bodies[0] == body
+    assert [each["input_ids"] for each in sglang.bodies] == [[8, 9]]
+
+
+@scenario
+async def test_a_prompt_with_images_goes_to_decode_alone() -> None:
+    sglang, decode = Server(decoded), Server(rendering(token_ids=[8], features={"mm_hashes": {}}))
+    async with behind_sglang(sglang, decode) as client:
+        assert await ask(client, CHAT, messages=[]) == (200, DECODED)
+    assert sglang.bodies == []
+    assert decode.params == [None, None]
+
+
+@scenario
+async def test_a_bootstrap_server_that_is_not_ready_leaves_the_prompt_to_decode(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sglang, decode = Server(decoded), Server(decoded)
+    async with behind_sglang(sglang, decode, ready=False) as client:
+        assert await ask(client, prompt=[1]) == (200, DECODED)
+    assert (sglang.bodies, decode.params) == ([], [None])
+    assert "SGLang's bootstrap server failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--sglang-prefill", "http://a:30000", "tcp://a:1"], "add its --disaggregation-bootstrap-port, such as 8998"),
+        (["--sglang-prefill", "http://a:30000", "8998", "--sequential"], "only when decode has pages for it"),
+        ([], "name a prefill server"),
+    ],
+)
+def test_what_sglang_needs(more: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--decode", "http://b:8200", *more])
+    assert reason in capsys.readouterr().err
+
+
+def test_the_bootstrap_server_of_sglang_is_on_its_host() -> None:
+    found = arguments(["--decode", "http://b:8200", "--sglang-prefill", "http://a:30000/", "8998"])
+    assert found.prefill == [SGLangPrefill("http://a:30000", "a", 8998)]

@@ -6,6 +6,7 @@ of all tokens, and kernels for x86 have K in columns: one row for each dimension
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 # vLLM's names of elements that it stores as uint8, if they are not the agent's.
 _FP8 = {"auto": "", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_K_IN_COLUMNS = ("vec", "vec16")  # instruction sets of vLLM's attention on CPUs
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class BlockFormat:
         """Format of the blocks, as peers compare it."""
         return f"{self.dtype} cpu-{self.kernels}-{self.tokens}" if self.kernels else self.dtype
 
+    @property
+    def received(self) -> str:
+        """Formats that can be received, as `KVPool.from_tensors` takes them: rows of tokens too, if K is in columns."""
+        return f"{self.name}, {self.dtype}" if self.kernels in _K_IN_COLUMNS else self.name
+
     def split(self, layer: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of a layer, each `[pages, heads, tokens, dim]`; K in columns has the shape of rows."""
         if not self.kernels:
@@ -54,3 +61,21 @@ class BlockFormat:
         pages, heads, tokens, _ = layer.shape
         halves = layer.view(pages, heads, 2 * tokens, -1)
         return halves[:, :, :tokens], halves[:, :, tokens:]
+
+    def convert(self, layers: Sequence[torch.Tensor], pages: Sequence[int], received: str | None) -> bool:
+        """Brings K of received pages from another format into this one; returns whether it can.
+
+        Args:
+            layers: K of each layer.
+            pages: the pages.
+            received: the format in which they were received; "" is this one, None unknown.
+        """
+        if received in ("", self.name):
+            return True
+        if received != self.dtype or self.kernels not in _K_IN_COLUMNS:
+            return False
+        index = torch.tensor(pages)
+        for k in layers:
+            rows = k[index]
+            k[index] = rows.transpose(-1, -2).reshape(rows.shape)
+        return True

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvctl_agent import prompt_digest, room_number
+from kvctl_agent.contract.states import MAX_ROOM
 from kvctl_agent.errors import LocalProtocolError
 from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.request_id import valid_traceparent
@@ -22,6 +23,9 @@ TRANSFER_ID = "transfer_id"
 PREFILL = "kvctl_prefill"
 TRACEPARENT = "traceparent"
 
+Transfer = str | int
+"""Id of a transfer: a text whose hash is the room, or the room itself, such as a `bootstrap_room` of SGLang."""
+
 Blocks = tuple[list[int], ...]
 """Blocks of each KV cache group that takes part in transfers, in vLLM's order."""
 
@@ -30,12 +34,14 @@ class SendRequest(NamedTuple):
     """Prefill: a request whose KV is to be sent.
 
     Attributes:
-        transfer: id of the transfer, whose hash is the room.
+        request: vLLM's id of the request.
+        transfer: id of the transfer, which has the room.
+        traceparent: W3C trace context of the request; "" without one.
         tokens: tokens of the prompt that are sent.
     """
 
     request: str
-    transfer: str
+    transfer: Transfer
     traceparent: str
     tokens: int
     digest: int | None
@@ -60,14 +66,17 @@ class ReceiveRequest(NamedTuple):
     """Decode: a request whose KV is to be received.
 
     Attributes:
-        transfer: id of the transfer, whose hash is the room.
+        request: vLLM's id of the request.
+        transfer: id of the transfer, which has the room.
+        prefill: endpoint of the registry of the prefill instance.
+        traceparent: W3C trace context of the request; "" without one.
         blocks: for each group the blocks to fill.
         prefix_tokens: tokens of the prompt that are cached here.
         tokens: tokens of the prompt that are received or cached.
     """
 
     request: str
-    transfer: str
+    transfer: Transfer
     prefill: str
     traceparent: str
     blocks: Blocks
@@ -96,8 +105,8 @@ class KvctlMetadata(KVConnectorMetadata):
     receives: list[ReceiveRequest] = field(default_factory=list)
     aborted: list[tuple[str, str]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    refused: list[tuple[str, str, str]] = field(default_factory=list)
-    expected: dict[str, list[str]] = field(default_factory=dict)
+    refused: list[tuple[Transfer, str, str]] = field(default_factory=list)
+    expected: dict[str, list[Transfer]] = field(default_factory=dict)
     computes: bool = True
 
 
@@ -136,14 +145,21 @@ def traceparent_of(request: Any) -> str:
     return own or valid_traceparent(text_of(request.trace_headers or {}, TRACEPARENT))
 
 
-def transfer_of(params: Mapping[str, Any], default: str = "") -> str:
+def transfer_of(params: Mapping[str, Any], default: Transfer = "") -> Transfer:
     """Returns the id of the transfer that the parameters name; `default` if they name none that has a room."""
-    transfer = text_of(params, TRANSFER_ID)
+    value = params.get(TRANSFER_ID)
+    if not isinstance(value, Transfer) or isinstance(value, bool):
+        return default
     try:
-        room_number(transfer)
+        room = room_of(value)
     except LocalProtocolError:
         return default
-    return transfer
+    return value if 0 <= room <= MAX_ROOM else default
+
+
+def room_of(transfer: Transfer) -> int:
+    """Returns the room of a transfer."""
+    return transfer if isinstance(transfer, int) else room_number(transfer)
 
 
 def text_of(params: Mapping[str, Any], name: str) -> str:

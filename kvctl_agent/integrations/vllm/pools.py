@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from math import lcm
 from typing import Any
@@ -34,6 +35,8 @@ class WorkerPool:
     """The pool of one worker, and the page numbers in it of vLLM's blocks.
 
     Attributes:
+        pool: the agent's pool.
+        format: order of the elements in a block of the KV.
         ends_with_kv: whether the last layer is one of the agent's KV, not of another group.
     """
 
@@ -61,6 +64,9 @@ class WorkerPool:
                 "kvctl's connector needs a layer with full attention in each pipeline stage: divide the layers "
                 "differently with VLLM_PP_LAYER_PARTITION, or use tensor parallelism"
             )
+        self.format = BlockFormat.of(
+            tensors[names[self._main][0]], first_spec(groups[self._main].kv_cache_spec), cache_dtype
+        )
         self._pages = [tensors[each[0]].shape[0] // config.num_blocks if each else 1 for each in names]
         self._page_tokens = [
             group.kv_cache_spec.block_size // count for group, count in zip(groups, self._pages, strict=True)
@@ -84,7 +90,10 @@ class WorkerPool:
             for number in range(len(groups))
             if number != self._main and names[number]
         ]
-        main = self._kv(groups[self._main], names[self._main], tensors, total_kv_heads, cache_dtype)
+        main = self._main_kv = replace(
+            self._kv(groups[self._main], names[self._main], tensors, total_kv_heads, cache_dtype),
+            dtype=self.format.received,
+        )
         self.pool = KVPool.from_tensors(
             main.k,
             main.v,
@@ -116,6 +125,10 @@ class WorkerPool:
         pages = lcm(*self._page_tokens)
         return -(-least // pages) * pages
 
+    def convert(self, pages: Sequence[int], received: str | None) -> bool:
+        """As `BlockFormat.convert`, for pages of the KV."""
+        return self.format.convert(self._main_kv.k, pages, received)
+
     def last_layers(self, groups: Sequence[range], first: int) -> dict[str, range]:
         """Returns the layer groups by the name of the layer with which vLLM has computed each.
 
@@ -136,15 +149,13 @@ class WorkerPool:
         """Returns K and V of a group's layers, or its latents."""
         spec = first_spec(group.kv_cache_spec)
         layers = [tensors[name] for name in names]
-        order = BlockFormat.of(layers[0], spec, cache_dtype)
+        dtype = BlockFormat.of(layers[0], spec, cache_dtype).name
         if isinstance(spec, MLAAttentionSpec):
             four = layers[0].dim() == 4
-            return DraftKV(
-                layers, None, 1, axes="pages heads tokens dim" if four else "pages tokens dim", dtype=order.name
-            )
+            return DraftKV(layers, None, 1, axes="pages heads tokens dim" if four else "pages tokens dim", dtype=dtype)
         assert isinstance(spec, AttentionSpec)
-        k, v = zip(*(order.split(layer, spec.head_size) for layer in layers), strict=True)
-        return DraftKV(k, v, total_kv_heads, axes="pages heads tokens dim", dtype=order.name)
+        k, v = zip(*(self.format.split(layer, spec.head_size) for layer in layers), strict=True)
+        return DraftKV(k, v, total_kv_heads, axes="pages heads tokens dim", dtype=dtype)
 
 
 def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:

@@ -25,6 +25,7 @@ from kvctl_agent.integrations.vllm.metadata import (
     KvctlMetadata,
     ReceiveRequest,
     SendRequest,
+    Transfer,
     digest_of,
     is_received,
     is_sent,
@@ -44,7 +45,7 @@ _RENEW_S = 5.0  # several times within the agent's default `hold_s` here, 30 s
 class _Send:
     """A request at prefill: its transfer, tokens of its prompt, and how many blocks of each group were passed on."""
 
-    transfer: str
+    transfer: Transfer
     tokens: int
     passed: list[int] = field(default_factory=list)
     complete: bool = False
@@ -72,7 +73,7 @@ class ConnectorScheduler:
         self._left_to_decode = int(any(self._windows))
         self._sends: dict[str, _Send] = {}
         self._receives: set[str] = set()  # opened by the workers, not yet reported as received
-        self._expected: dict[str, tuple[str, str]] = {}  # request -> (prefill, transfer), not opened yet
+        self._expected: dict[str, tuple[str, Transfer]] = {}  # request -> (prefill, transfer), not opened yet
         self._renewed = 0.0  # monotonic time
         self._next = KvctlMetadata()
 
@@ -90,7 +91,7 @@ class ConnectorScheduler:
             self._next.sends.append(SendRequest(name, transfer, traceparent_of(request), tokens, digest))
         elif is_received(params):
             transfer, prefill = transfer_of(params), text_of(params, PREFILL)
-            if transfer and prefill:
+            if transfer != "" and prefill:
                 self._expected[name] = prefill, transfer
                 self._renewed = 0.0
             else:

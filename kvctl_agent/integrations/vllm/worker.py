@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvctl_agent import ForwardInfo, ModelShape, Rank, Receive, Send, room_number
+from kvctl_agent import ForwardInfo, ModelShape, Rank, Receive, Send
 from kvctl_agent.contract.addresses import Address, parse_place
 from kvctl_agent.contract.settings import load_settings
 from kvctl_agent.contract.snapshots import Role
@@ -29,6 +29,8 @@ from kvctl_agent.integrations.vllm.metadata import (
     KvctlMetadata,
     ReceiveRequest,
     SendRequest,
+    Transfer,
+    room_of,
 )
 from kvctl_agent.integrations.vllm.pools import WorkerPool
 
@@ -74,6 +76,7 @@ class ConnectorWorker:
         self.agent: EngineAgent | None = None
         self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room
         self._receives: dict[str, Receive | None] = {}
+        self._received_from: dict[str, ReceiveRequest] = {}
         self._step = KvctlMetadata()
         self._computes = True  # whether the step computes tokens
         self._to_pass: dict[str, range | None] = {}  # of the step: its layer groups, as in `_prefetch`
@@ -202,6 +205,7 @@ class ConnectorWorker:
             torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
         for receive in meta.receives:
             self._receives[receive.request] = self._receive(receive)
+            self._received_from[receive.request] = receive
         for name, reason in meta.aborted:
             handle = self._sends.get(name) or self._receives.get(name)
             # What is sent has arrived: a router that has decode's answer may drop the request at prefill.
@@ -299,11 +303,13 @@ class ConnectorWorker:
             done = receive is None or (receive.state.finished and receive.released)
             if done:
                 received.add(name)
-            if name not in self._failed and (receive is None or receive.error is not None):
+            if name not in self._failed and (
+                receive is None or receive.error is not None or (done and not self._convert(name))
+            ):
                 failed.add(name)
         self._failed = (self._failed | failed) - received
         for name in received:
-            del self._receives[name]
+            del self._receives[name], self._received_from[name]
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def _wait_for_receive(self) -> None:
@@ -317,13 +323,24 @@ class ConnectorWorker:
 
     # ---- rooms -----------------------------------------------------------------------------------------------------
 
+    def _convert(self, name: str) -> bool:
+        """Brings the blocks that a request has received into the order of vLLM's kernels; returns whether it can."""
+        request = self._received_from[name]
+
+        def convert() -> bool:
+            assert self.agent is not None
+            pages, _ = self._pool.pages(request.blocks)
+            return self._pool.convert(pages, self.agent.kv_dtype(request.prefill))
+
+        return bool(attempt(convert, partial(logger.error, _NOT_RECEIVED, name), logger))
+
     def _send(self, request: SendRequest) -> Send | None:
         """Begins a room; returns None if the agent refuses it."""
 
         assert self.agent is not None
         send = partial(
             self.agent.send,
-            room_number(request.transfer),
+            room_of(request.transfer),
             tokens=request.tokens,
             digest=request.digest,
             request_id=request.request,
@@ -339,7 +356,7 @@ class ConnectorWorker:
             dcp = self._config.parallel_config.decode_context_parallel_size
             pages, groups = self._pool.pages(request.blocks, -(-request.tokens // dcp))
             return self.agent.receive(
-                room_number(request.transfer),
+                room_of(request.transfer),
                 pages,
                 prefill=request.prefill,
                 prefix_tokens=request.prefix_tokens,
@@ -356,14 +373,14 @@ class ConnectorWorker:
 
         return attempt(receive, fail, logger)
 
-    def _refuse(self, transfer: str, reason: str, prefill: str) -> None:
+    def _refuse(self, transfer: Transfer, reason: str, prefill: str) -> None:
         """Ends a room that is not open here, at prefill; an error is logged."""
         assert self.agent is not None
-        refuse = partial(self.agent.refuse, room_number(transfer), reason, prefill=prefill)
+        refuse = partial(self.agent.refuse, room_of(transfer), reason, prefill=prefill)
         attempt(refuse, partial(logger.error, "kvctl: prefill instance %s: %s", shown(prefill)), logger)
 
-    def _renew(self, transfers: Sequence[str], prefill: str) -> None:
+    def _renew(self, transfers: Sequence[Transfer], prefill: str) -> None:
         """Asks a prefill instance to keep rooms that decode is going to open; an error is logged."""
         assert self.agent is not None
-        renew = partial(self.agent.renew, [room_number(transfer) for transfer in transfers], prefill=prefill)
+        renew = partial(self.agent.renew, [room_of(transfer) for transfer in transfers], prefill=prefill)
         attempt(renew, partial(logger.error, "kvctl: prefill instance %s: %s", shown(prefill)), logger)

@@ -1,17 +1,10 @@
-"""The digest of a prompt, and the trace context of a request, which comes from SGLang's own span of it."""
+"""The trace context of a request comes from SGLang's own span of it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from array import array
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
-
-from kvctl_agent import prompt_digest
-from kvctl_agent.integrations.sglang.prompt_digests import prompt_of
 from tests.support.sglang import pair
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -58,22 +51,3 @@ def test_a_traced_request_passes_the_span_of_sglang_below_that_of_the_client() -
     assert traced == repr(f"00-{TRACE}-{span}-01")
     assert span != PARENT
     assert untraced == "''"
-
-
-@pytest.mark.parametrize(
-    ("changed", "known"),
-    [
-        ({}, True),
-        ({"lora_id": "8"}, False),
-        ({"multimodal_inputs": object()}, False),
-        ({"input_embeds": [[0.5]]}, False),
-    ],
-)
-def test_a_digest_is_of_all_that_determines_the_kv(changed: dict[str, Any], known: bool) -> None:
-    """Tokens that a retracted request has generated are part of it."""
-    runner = SimpleNamespace(lora_manager=SimpleNamespace(lora_refs={"7": SimpleNamespace(lora_name="a")}))
-    server = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
-    request: dict[str, Any] = {"origin_input_ids": array("q", range(38)), "output_ids": array("q", range(38, 45))}
-    request |= {"rid": "r", "lora_id": "7", "cache_salt": "tenant", "multimodal_inputs": None, "input_embeds": None}
-    digest = prompt_digest(range(40), lora="a", salt="tenant") if known else None
-    assert prompt_of(server, SimpleNamespace(**request | changed), 40) == (40, digest, "r", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -11,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl_agent.request_id import prompt_digest
+from kvctl_agent.integrations.sglang import prompt_digests
+from kvctl_agent.request_id import prompt_digest, room_number
 from tests.support.vllm import stand_ins as vllm
 from tests.support.vllm.modules import metadata, scheduler
 from tests.support.vllm.server import Model
@@ -96,6 +98,13 @@ class TestPrefill:
         prefill = half()
         prefill.on_new_request(request({"do_remote_decode": True, "transfer_id": True}, name="cmpl-1"))
         assert prefill.step(idle()).sends == [("cmpl-1", "cmpl-1", "", 40, DIGEST)]
+
+    def test_a_transfer_id_may_be_the_number_of_a_room(self) -> None:
+        prefill = half()
+        prefill.on_new_request(request({"do_remote_decode": True, "transfer_id": 0}, name="cmpl-1"))
+        [send] = prefill.step(idle()).sends
+        assert metadata.room_of(send.transfer) == 0
+        assert metadata.room_of("7") == room_number("7")
 
     @pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": False}, {"transfer_id": "7f3a"}])
     def test_other_requests_are_left_alone(self, params: dict[str, Any] | None) -> None:
@@ -246,6 +255,18 @@ class TestDigests:
         decode.on_new_request(wanted)
         [receive] = allocate(decode, wanted, 0, [5, 6, 7], [8, 9, 10]).receives
         assert (send.tokens, send.digest) == (receive.tokens, receive.digest)
+
+    def test_sglang_has_the_same(self) -> None:
+        salted = request(TO_DECODE)
+        salted.cache_salt, salted.lora_request = "tenant", SimpleNamespace(lora_name="a")
+        runner = SimpleNamespace(lora_manager=SimpleNamespace(lora_refs={"7": SimpleNamespace(lora_name="a")}))
+        server = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+        theirs: dict[str, Any] = {"origin_input_ids": array("q", range(38)), "output_ids": array("q", range(38, 45))}
+        theirs |= {"rid": "r", "lora_id": "7", "cache_salt": "tenant", "multimodal_inputs": None, "input_embeds": None}
+        found = prompt_digests.prompt_of(server, SimpleNamespace(**theirs), 40)
+        assert found == (40, metadata.digest_of(salted, 40, True), "r", "")
+        for unknown in ({"lora_id": "8"}, {"multimodal_inputs": object()}, {"input_embeds": [[0.5]]}):
+            assert prompt_digests.prompt_of(server, SimpleNamespace(**theirs | unknown), 40) == (40, None, "r", "")
 
 
 class TestDecode:
