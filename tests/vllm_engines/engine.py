@@ -150,11 +150,20 @@ def enlarge_dummy_weights(bound: float) -> None:
     dummy_loader.initialize_single_dummy_weight = larger
 
 
+def give_an_accelerator() -> None:
+    """Lets vLLM's MooncakeConnector ask torch for the current accelerator, which raises on a host that has none."""
+    import torch
+
+    torch.accelerator.current_device_index = lambda: 0
+
+
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     arguments = connection.recv()
     if arguments.get("load_format") == "dummy":
         enlarge_dummy_weights(DUMMY_WEIGHTS)
+    if "Mooncake" in str(arguments.get("kv_transfer_config")):
+        give_an_accelerator()
     served = Served(connection, arguments)
     connection.send(("result", served.counts()))
     served.run()

@@ -11,17 +11,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvctl.lab.tcp_ports import free_port
+from kvctl_agent import room_number
 from tests.vllm_engines.checkpoints import write_model
 from tests.vllm_engines.conftest import ARGUMENTS, BLOCK_TOKENS, ENVIRONMENT, Engines, prompt_of
 from tests.vllm_engines.processes import ANSWER_S, REPOSITORY, Engine, Params, Request, Tokens, start_all
 
-CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
+CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector", "mooncake": "MooncakeConnector"}
 LEASE_S = 15
 # Of a Llama of 4 layers in float32.
 PROMPT = 100
@@ -43,6 +45,7 @@ class Observed:
         self.sockets = self.folder / "s"
         self.sockets.mkdir(parents=True, mode=0o700)
         write_model(self.folder / "model", "llama")
+        self._numbers = count(1)
         self.ports = {role: free_port() for role in ("prefill", "decode")}
         self.prefill, self.decode = (self._engine(kind, role) for role in self.ports)
 
@@ -55,6 +58,8 @@ class Observed:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
         }
+        if kind == "mooncake":
+            transfer["kv_connector_extra_config"] = {"mooncake_protocol": "tcp"}
         if kind == "pull" and role == "prefill":  # beside another child
             stored = {"shared_storage_path": str(self.folder / "stored")}
             example = {**transfer, "kv_connector": "ExampleConnector", "kv_connector_extra_config": stored}
@@ -66,6 +71,11 @@ class Observed:
             "KVCTL_OBSERVER": "process",
             "KVCTL_SOCKET_DIR": str(self.sockets),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[role]),
+            # Of MooncakeConnector; its decode engines listen at a port that its transfer engine chooses.
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.ports[role]),
+            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(LEASE_S),
+            "VLLM_MOONCAKE_CONNECTOR_TIMEOUT": "10",  # three times for a bootstrap server that does not answer
+            "VLLM_HOST_IP": "127.0.0.1",
         }
         arguments = {
             **ARGUMENTS,
@@ -78,21 +88,35 @@ class Observed:
         return Engine(Path(os.environ["VLLM_VENV"]) / "bin" / "python", self.folder, role, environment, arguments)
 
     def name(self, role: str) -> str:
-        return f"{role}-tp0@localhost:{self.ports[role]}"
+        if self.kind != "mooncake":
+            return f"{role}-tp0@localhost:{self.ports[role]}"
+        if role == "prefill":
+            return f"prefill-tp0@127.0.0.1:{self.ports[role]}"
+        (decode,) = (row["name"] for row in self.kvctl("status") if row["role"] == "decode")
+        return str(decode)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def compute(self, prompt: Tokens) -> Params:
         """Has prefill compute a prompt; returns the parameters for decode."""
         asked: Params = {"do_remote_decode": True, "do_remote_prefill": False}
+        if self.kind == "mooncake":
+            asked["transfer_id"] = f"transfer-{next(self._numbers)}"
         params = self.prefill.answer(self.prefill.submit(prompt, 1, asked)).params
+        if self.kind == "mooncake":
+            assert not params
+            address = f"http://127.0.0.1:{self.ports['prefill']}"
+            ours = {"do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": "mooncake-prefill"}
+            return {**asked, **ours, "remote_bootstrap_addr": address}
         assert params, "prefill's answer has no kv_transfer_params"
         return params
 
     def sent(self, params: Params) -> list[Any]:
         """Returns prefill's rows of a request that has ended."""
+        room = str(room_number(str(params.get("transfer_id"))))
         rows = [row for row in self.kvctl("rooms", "history") if row["role"] == "prefill"]
-        return [row for row in rows if row["request_id"] == params["remote_request_id"]]
+        request = params.get("remote_request_id")
+        return [row for row in rows if row["request_id"] == request or (not request and str(row["room"]) == room)]
 
     def receive(self, prompt: Tokens, params: Params | None = None) -> Request:
         return self.decode.answer(self.decode.submit(prompt, 8, params))
@@ -249,11 +273,16 @@ def test_a_filtered_port(observed: Observed) -> None:
     params = observed.compute(prompt)
     with filtered() as port:
         away = {**params, "remote_engine_id": "elsewhere", "remote_port": port}
+        if observed.kind == "mooncake":
+            away["remote_bootstrap_addr"] = f"http://127.0.0.1:{port}"
         received = observed.receive(prompt, away)
         found = observed.doctor("KV_HANDSHAKE_FAILED")
     assert received.tokens == observed.receive(prompt).tokens
-    assert found["subject"].endswith(f"→ prefill-tp0@localhost:{port}")
-    assert "no answer within 5 s" in found["cause"]
+    host = observed.name("prefill").partition("@")[2].rpartition(":")[0]
+    assert found["subject"].endswith(f"→ prefill-tp0@{host}:{port}")
+    assert ("not found from bootstrap server" if observed.kind == "mooncake" else "no answer within 5 s") in found[
+        "cause"
+    ]
 
 
 def test_blocks_that_are_read_after_their_lease(observed: Observed) -> None:

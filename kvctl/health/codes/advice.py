@@ -157,7 +157,8 @@ _PROXY = "end the request at the proxy, or restart the decode server"
 VLLM_OBSERVED: Mapping[str, Callable[[Finding], str]] = {
     "KV_HOLD_EXPIRED": lambda finding: (
         f"`kvctl rooms show {finding.evidence['latest_room']}` shows whether decode knew it; the proxy must send it "
-        "there with the kv_transfer_params of prefill's answer before the lease is over (kv_lease_duration)"
+        "there with the kv_transfer_params of prefill's answer before the lease is over (kv_lease_duration; "
+        "MooncakeConnector: the transfer_id of prefill, and VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT)"
     ),
     "KV_PEER_LOST": lambda finding: (
         f"`kvctl agents` shows whether {finding.subject} runs; start its server again: decode servers connect to it "

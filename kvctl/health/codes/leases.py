@@ -19,7 +19,10 @@ RECOMPUTED = "kvctl_recomputed_prompts_total"
 _UNREAD_SHARE = 1 / 3
 _MIN_UNREAD_NS = 5_000_000_000
 _LISTED = 8
-_PERMIT = "permit the port between the two hosts, or correct VLLM_NIXL_SIDE_CHANNEL_HOST"
+_PERMIT = (
+    "permit the port between the two hosts, or correct VLLM_NIXL_SIDE_CHANNEL_HOST (MooncakeConnector: the bootstrap "
+    "address)"
+)
 
 
 def leases(agent: Agent) -> bool:
@@ -34,11 +37,12 @@ def leases(agent: Agent) -> bool:
     "peers",
     sees="decode fails or recomputes every request of one prefill server, seconds after it arrived",
     means="Before the first transfer, a worker of vLLM's NIXL connector asks the side channel of the other engine "
-    "(VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT) for the addresses of its memory, and gives up after 5 s. No answer means "
-    "that the port is filtered, or that the address is another host's; a mismatch of versions, models or layouts is "
+    "(VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT) for the addresses of its memory, and gives up after 5 s; one of "
+    "MooncakeConnector asks the bootstrap server in the request's remote_bootstrap_addr. No answer means that the port "
+    "is filtered, or that the address is another host's; a mismatch of versions, models or layouts is "
     "named in the error.",
     remedy="Permit the port of the side channel between the hosts, and set VLLM_NIXL_SIDE_CHANNEL_HOST of the prefill "
-    "server to an address that decode hosts can reach.",
+    "server, or the bootstrap address of the proxy, to an address that decode hosts can reach.",
     alert=failure_alert(HANDSHAKE),
 )
 def handshake_failed(snapshot: Snapshot) -> Iterator[Finding]:

@@ -30,8 +30,9 @@ from kvctl_agent.contract.vllm import CONNECTOR, MODULE_PATH
 from kvctl_agent.integrations.engine_agent import attempt
 from kvctl_agent.integrations.vllm import versions
 from kvctl_agent.integrations.vllm.metadata import LOGGER, KvctlMetadata
-from kvctl_agent.integrations.vllm.pools import check_groups
+from kvctl_agent.integrations.vllm.pools import check_groups, is_state
 from kvctl_agent.integrations.vllm.scheduler import ConnectorScheduler
+from kvctl_agent.integrations.vllm.sleep_mode import check_sleep_mode
 from kvctl_agent.integrations.vllm.worker import ConnectorWorker, registry_of
 
 logger = logging.getLogger(LOGGER)
@@ -156,12 +157,26 @@ def check_supported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
             "kvctl's connector does not support speculative decoding with several MTP modules, whose KV at the end of "
             "a prompt prefill cannot compute: set num_speculative_tokens to 1 in --speculative-config, or leave it out"
         )
-    if config.model_config.enable_sleep_mode:
+    check_sleep_mode(config.model_config)
+    groups = kv_cache_config.transfer_groups
+    check_groups(groups)
+    if any(map(is_state, groups)):
+        _check_state(config)
+
+
+def _check_state(config: VllmConfig) -> None:
+    """Checks that the connector supports the options of a server of a model with Mamba layers."""
+    parallel = config.parallel_config
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         raise ValueError(
-            "kvctl's connector does not support sleep mode, which frees the KV cache without its knowledge: leave out "
-            "--enable-sleep-mode"
+            "kvctl's connector does not support --tensor-parallel-size and --pipeline-parallel-size for models with "
+            "Mamba layers: set them to 1"
         )
-    check_groups(kv_cache_config.transfer_groups)
+    if config.speculative_config is not None:
+        raise ValueError(
+            "kvctl's connector does not support speculative decoding of models with Mamba layers: leave out "
+            "--speculative-config"
+        )
 
 
 # vLLM's MultiConnector asks for the class by name to read its statistics.

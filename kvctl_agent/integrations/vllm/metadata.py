@@ -52,6 +52,7 @@ class ComputedBlocks(NamedTuple):
 
     Attributes:
         blocks: the blocks of each group after those of former steps; -1 for one that has left the group's window.
+            Of a group of Mamba layers always the block with the state.
         tokens: tokens of the request that the step computes.
     """
 

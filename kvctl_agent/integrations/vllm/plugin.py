@@ -1,6 +1,6 @@
 """Entry point of the plugin that vLLM loads in each of its processes; `KVCTL_VLLM` chooses what it does.
 
-observe: vLLM's own NIXL connectors are served on kvctl's admin socket. off, the default: nothing.
+observe: vLLM's own NIXL connectors and MooncakeConnector are served on kvctl's admin socket. off, the default: nothing.
 vLLM loads only the plugins that VLLM_PLUGINS names, if that is set.
 """
 

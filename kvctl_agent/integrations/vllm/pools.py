@@ -1,7 +1,8 @@
 """The KV pool of a vLLM worker, from the tensors that vLLM registers and its KV cache configuration.
 
-The first KV cache group with full attention is the agent's KV, each other group a KV group of the agent. A tensor is
-`[blocks, heads, tokens, K|V]` in any order of memory; groups share memory, but never a block.
+The first KV cache group with full attention is the agent's KV, each other group of attention a KV group of the agent,
+and a group of Mamba layers a state component, whose items are blocks. A tensor is `[blocks, heads, tokens, K|V]` in any
+order of memory; groups of hybrid models share memory, but never a block.
 """
 
 from __future__ import annotations
@@ -14,21 +15,23 @@ from math import lcm
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from kvctl_agent import DraftKV, GroupTensors, KVPool
+from kvctl_agent import DraftKV, GroupTensors, KVPool, StateTensors
 from kvctl_agent.integrations.vllm.block_formats import BlockFormat
 
 # Kinds derived from these have contents of their own, which have not been looked at.
-_KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+_KINDS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec)
 
 
 class WorkerPool:
@@ -88,7 +91,16 @@ class WorkerPool:
                 [self._kv_layers[name] for name in names[number]],
             )
             for number in range(len(groups))
-            if number != self._main and names[number]
+            if number != self._main and names[number] and not is_state(groups[number])
+        ]
+        self._states = [number for number, group in enumerate(groups) if is_state(group)]
+        states = [
+            StateTensors(
+                _state_name(number, first_spec(groups[number].kv_cache_spec)),
+                [tensors[name].view(config.num_blocks, -1) for name in names[number]],
+                [self._kv_layers[name] for name in names[number]],
+            )
+            for number in self._states
         ]
         main = self._main_kv = replace(
             self._kv(groups[self._main], names[self._main], tensors, total_kv_heads, cache_dtype),
@@ -102,7 +114,8 @@ class WorkerPool:
             axes=main.axes,
             dtype=main.dtype,
             groups=others,
-            overlaid=bool(others),
+            state=states,
+            overlaid=bool(others or states),
         )
 
     def pages(self, blocks: Sequence[Sequence[int]], tokens: int = 0) -> tuple[list[int], list[list[int]]]:
@@ -118,12 +131,17 @@ class WorkerPool:
         for each, count, size in zip(blocks, self._pages, self._page_tokens, strict=True):
             pages = [block * count + n if block >= 0 else -1 for block in each for n in range(count)]
             found.append(pages[: len(pages) - -tokens % (count * size) // size])
-        return found.pop(self._main), found
+        others = [pages for number, pages in enumerate(found) if number not in (self._main, *self._states)]
+        return found[self._main], others
 
     def chunk_tokens(self, least: int) -> int:
         """Returns the smallest number of tokens, at least `least`, of whole pages of each group."""
-        pages = lcm(*self._page_tokens)
+        pages = lcm(*(size for number, size in enumerate(self._page_tokens) if number not in self._states))
         return -(-least // pages) * pages
+
+    def states(self, blocks: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Returns the items of each state component, from the blocks of each group."""
+        return [list(blocks[number]) for number in self._states]
 
     def convert(self, pages: Sequence[int], received: str | None) -> bool:
         """As `BlockFormat.convert`, for pages of the KV."""
@@ -173,6 +191,10 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
                     f"kvctl's connector does not support the KV cache {type(each).__name__} of layer "
                     f"{group.layer_names[0]}: use one of vLLM's own connectors for this model"
                 )
+            if isinstance(each, MambaSpec) and each.mamba_cache_mode != "none":
+                raise ValueError(
+                    "kvctl's connector does not support a prefix cache of Mamba layers: set --no-enable-prefix-caching"
+                )
     if not any(_is_full(group.kv_cache_spec) for group in groups):
         raise ValueError("kvctl's connector needs a layer with full attention: use one of vLLM's own connectors")
 
@@ -180,6 +202,21 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
 def first_spec(spec: Any) -> Any:
     """Returns the spec of a group's first layer; the others are of the same kind, with the same window."""
     return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def is_state(group: KVCacheGroupSpec) -> bool:
+    """Whether a group has state of requests in place of KV: one block for each request."""
+    return isinstance(first_spec(group.kv_cache_spec), MambaSpec)
+
+
+def _state_name(number: int, spec: MambaSpec) -> str:
+    """Returns the name of a state component, which is another if the bytes of its items have another meaning."""
+    order = "dim_first" if is_conv_state_dim_first() else "dim_last"
+    shapes = "_".join(
+        f"{str(dtype).removeprefix('torch.')}_{'x'.join(map(str, shape))}"
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    return f"state{number}_{order}_{shapes}"
 
 
 def _is_full(spec: object) -> bool:

@@ -33,7 +33,7 @@ from kvctl_agent.integrations.vllm.metadata import (
     traceparent_of,
     transfer_of,
 )
-from kvctl_agent.integrations.vllm.pools import first_spec
+from kvctl_agent.integrations.vllm.pools import first_spec, is_state
 
 logger = logging.getLogger(LOGGER)
 
@@ -68,9 +68,10 @@ class ConnectorScheduler:
         self._block_tokens = [group.kv_cache_spec.block_size * dcp_size for group in groups]
         specs = [first_spec(group.kv_cache_spec) for group in groups]
         self._windows = [spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None for spec in specs]
-        # Decode computes the last token of a prompt from the window before it, of which vLLM has no block for the first
-        # token if decode is said to have the last token already.
-        self._left_to_decode = int(any(self._windows))
+        self._states = [is_state(group) for group in groups]
+        # Decode computes the last token of a prompt: from the state after the tokens before it, and from the window
+        # before it, of which vLLM has no block for the first token if decode is said to have the last token already.
+        self._left_to_decode = int(any(self._states) or any(self._windows))
         self._sends: dict[str, _Send] = {}
         self._receives: set[str] = set()  # opened by the workers, not yet reported as received
         self._expected: dict[str, tuple[str, Transfer]] = {}  # request -> (prefill, transfer), not opened yet
@@ -101,7 +102,7 @@ class ConnectorScheduler:
                 )  # fmt: skip
 
     def _shorten(self, request: Any) -> None:
-        """Takes the tokens from a prompt at prefill that decode computes from the window before them."""
+        """Takes the tokens from a prompt at prefill that decode computes from the state after those before them."""
         count = self._left_to_decode
         if not count or request.num_prompt_tokens <= count:
             return
@@ -150,7 +151,10 @@ class ConnectorScheduler:
     def _to_fill(self, table: Sequence[list[int]], cached: int, tokens: int) -> Blocks:
         """Returns for each group the blocks of tokens [cached, tokens), in a sliding window only the last ones."""
         found = []
-        for blocks, size, window in zip(table, self._block_tokens, self._windows, strict=True):
+        for blocks, size, window, state in zip(table, self._block_tokens, self._windows, self._states, strict=True):
+            if state:
+                found.append(blocks[:1])
+                continue
             first = cached if window is None else max(cached, tokens - window)
             found.append([block for block in blocks[first // size : -(-tokens // size)] if block != _NULL_BLOCK])
         return tuple(found)
@@ -202,8 +206,8 @@ class ConnectorScheduler:
             tokens = size * next((place for place, block in enumerate(complete) if block in written), len(complete))
         send.passed = [tokens // size for size in self._block_tokens]
         if any(send.passed):
-            cached = zip(table, send.passed, strict=True)
-            meta.cached.append((name, tuple(_kept(each[:last]) for each, last in cached)))
+            cached = zip(table, send.passed, self._states, strict=True)
+            meta.cached.append((name, tuple([] if state else _kept(each[:last]) for each, last, state in cached)))
 
     def _table(self, output: Any, name: str) -> Sequence[list[int]]:
         """Returns the blocks of a request in each group."""
@@ -218,7 +222,10 @@ class ConnectorScheduler:
         send.complete = end >= tokens
         passed = send.passed or [0] * len(table)
         send.passed = [-(-tokens // size) if send.complete else end // size for size in self._block_tokens]
-        blocks = tuple(_kept(each[first:last]) for each, first, last in zip(table, passed, send.passed, strict=True))
+        blocks = tuple(
+            each[:1] if state else _kept(each[first:last])
+            for each, first, last, state in zip(table, passed, send.passed, self._states, strict=True)
+        )
         meta.computed.append(ComputedBlocks(name, blocks, scheduled, send.complete, tokens))
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:

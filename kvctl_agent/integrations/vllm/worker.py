@@ -33,6 +33,7 @@ from kvctl_agent.integrations.vllm.metadata import (
     room_of,
 )
 from kvctl_agent.integrations.vllm.pools import WorkerPool
+from kvctl_agent.integrations.vllm.sleep_mode import follow_sleep_mode
 
 logger = logging.getLogger(LOGGER)
 
@@ -40,6 +41,7 @@ _CLOSE_S = 5.0
 _RECALL_S = 30.0
 _CHUNK_TOKENS = 512  # parts of a prompt are sent while vLLM computes others; it divides prompts as it likes
 _NOTHING_TO_COMPUTE_S = 1e-3  # new requests wait for it, as they do for vLLM's own sleep
+_SUSPEND_S = 30.0
 _NOT_RECEIVED = "kvctl: request %s cannot be received: %s"
 # A request whose room prefill never begins is answered within 30 s, and a room that decode never opens ends in the time
 # of vLLM's own lease.
@@ -74,7 +76,9 @@ class ConnectorWorker:
         speculative = config.speculative_config
         self._drafts = speculative is not None and speculative.uses_draft_kv_cache()
         self.agent: EngineAgent | None = None
-        self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room
+        self._asleep = False  # vLLM has taken the memory of the KV cache away
+        self._requests: dict[str, SendRequest] = {}
+        self._sends: dict[str, Send | None] = {}  # None: the agent has refused the room, or is asleep
         self._receives: dict[str, Receive | None] = {}
         self._received_from: dict[str, ReceiveRequest] = {}
         self._step = KvctlMetadata()
@@ -146,6 +150,7 @@ class ConnectorWorker:
             logger=logger,
             **settings,
         ).start()
+        follow_sleep_mode(config.model_config, self)
 
     def _stages(self) -> tuple[ModelShape, ...]:
         """Returns the shape of the KV of each pipeline stage; () with one stage.
@@ -173,6 +178,29 @@ class ConnectorWorker:
             self.agent.close(_CLOSE_S)
             self.agent = None
 
+    def suspend(self) -> None:
+        """Gives the memory of the KV cache back, after which nothing reads or writes it; rooms in flight are aborted.
+
+        Raises:
+            DeadlineExceeded: something may still read or write it after 30 s: it must stay.
+        """
+        if self.agent is None or self._asleep:
+            return
+        for handle in (*self._sends.values(), *self._receives.values()):
+            if handle is not None:
+                handle.abort("the engine goes to sleep")
+        self.agent.unregister(_SUSPEND_S)
+        self._asleep = True
+
+    def resume(self) -> None:
+        """Takes the memory of the KV cache again, and begins the rooms of requests that vLLM has kept."""
+        if self.agent is None or not self._asleep:
+            return
+        self.agent.register()
+        self._asleep = False
+        for name in self._requests.keys() - self._ended:
+            self._sends[name] = self._send(self._requests[name])
+
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def recall(self, meta: KvctlMetadata) -> None:
@@ -194,7 +222,8 @@ class ConnectorWorker:
     def begin(self, meta: KvctlMetadata) -> None:
         """Begins, opens and ends rooms, before the forward of a step."""
         for request in meta.sends:
-            self._sends[request.request] = self._send(request)
+            self._requests[request.request] = request
+            self._sends[request.request] = None if self._asleep else self._send(request)
         self._step, self._computes = meta, meta.computes
         self._to_pass = self._prefetch(meta.computed)
         event = self._event() if meta.cached else None  # of the earlier forwards
@@ -245,7 +274,7 @@ class ConnectorWorker:
         for computed in self._step.computed:
             send = self._sends.get(computed.request)
             if computed.last and send is not None and not send.state.finished:
-                self._attempt(send, send.finish)
+                self._attempt(send, partial(self._finish, send, computed))
         self._step = KvctlMetadata()
 
     def _pass(self, layers: range | None) -> None:
@@ -267,6 +296,9 @@ class ConnectorWorker:
             send.pages(pages, computed.last, event, groups)
         else:
             send.layers(layers, pages, computed.last, event, groups)
+
+    def _finish(self, send: Send, computed: ComputedBlocks) -> None:
+        send.finish(state_indices=self._pool.states(computed.blocks))
 
     def _attempt(self, send: Send, call: Callable[[], None]) -> None:
         """Does something for a room that is sent; if that raises, the room fails, and vLLM goes on."""
@@ -297,7 +329,7 @@ class ConnectorWorker:
         sent = {name for name in self._ended if (send := self._sends[name]) is None or send.sent}
         for name in sent:
             self._ended.discard(name)
-            del self._sends[name]
+            del self._sends[name], self._requests[name]
         received, failed = set(), set()
         for name, receive in self._receives.items():
             done = receive is None or (receive.state.finished and receive.released)
@@ -363,6 +395,7 @@ class ConnectorWorker:
                 tokens=request.tokens,
                 digest=request.digest,
                 group_pages=groups,
+                state_indices=self._pool.states(request.blocks),
                 request_id=request.request,
                 traceparent=request.traceparent,
             )

@@ -14,11 +14,13 @@ import sys
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
-from kvctl_agent.integrations.vllm.observe import hooks, observer
+from kvctl_agent.integrations.vllm.observe import hooks, mooncake, observer
+from tests.support.vllm import mooncake_connector
 from tests.support.vllm.nixl_connector import HALVES, NixlWrapper
 from tests.support.vllm.stand_ins import MODULES, Request
 
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 _Shape = list[tuple[str, Any, Any]]
 
@@ -170,14 +172,17 @@ def _shape(function: Any) -> _Shape:
 def main() -> None:
     base = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.base")
     connector = importlib.import_module("kvctl_agent.integrations.vllm.connector").KvctlConnector
+    all_connectors = (*observer.SCHEDULER, *observer.WORKER)
     posting = {name for _, name, _ in (*hooks.PULL, *hooks.PUSH)}
-    nixl = posting | {name for _, name, _ in (*observer.WORKER, *hooks.SCHEDULER, *hooks.WORKER)}
+    nixl = posting | {name for _, name, _ in (*all_connectors, *hooks.SCHEDULER, *hooks.WORKER)}
     agent = {name for _, name, _ in hooks.AGENT}
+    written = {name for _, name, _ in (*all_connectors, *mooncake.SCHEDULER, *mooncake.WORKER)}
     modules = [f"{NIXL}.{half}" for half in ("pull_scheduler", "push_scheduler", "pull_worker", "push_worker")]
     found = [
         *differences(),
         *foreign_hooks(connector, base.KVConnectorBase_V1, base.SupportsHMA),
         *other_parameters(HALVES, nixl, *modules),
+        *other_parameters(mooncake_connector.HALVES, written, MOONCAKE),
         *other_parameters([type("nixl_agent", (NixlWrapper,), {})], agent, "nixl._api"),
         *posts_without_a_request(posting, *(f"{NIXL}.{each}_worker" for each in ("base", "pull", "push"))),
     ]

@@ -41,6 +41,6 @@ def installed() -> Iterator[None]:
 
 
 with installed():
-    from kvctl_agent.integrations.vllm import connector, metadata, pools, scheduler, worker
+    from kvctl_agent.integrations.vllm import connector, metadata, pools, scheduler, sleep_mode, worker
 
-__all__ = ["connector", "installed", "metadata", "pools", "scheduler", "versions", "worker"]
+__all__ = ["connector", "installed", "metadata", "pools", "scheduler", "sleep_mode", "versions", "worker"]

@@ -63,6 +63,7 @@ class CacheConfig:
 
 class ModelConfig:
     enable_sleep_mode = False
+    sleep_mode_backend = "cumem"
 
     def __init__(self, kv_heads: int) -> None:
         self._kv_heads = kv_heads
@@ -130,6 +131,13 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 
 @dataclass(frozen=True)
+class MambaSpec(KVCacheSpec):
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    mamba_cache_mode: str = "none"
+
+
+@dataclass(frozen=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
     kv_cache_specs: dict[str, KVCacheSpec]
 
@@ -166,7 +174,7 @@ class KVCacheConfig:
 
     @property
     def needs_kv_cache_zeroing(self) -> bool:
-        return False
+        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in self.kv_cache_groups)
 
     def select_transfer_block_ids(self, block_ids: Sequence[list[int]]) -> tuple[list[int], ...]:
         return tuple(block_ids[number] for number in self.transfer_group_ids)
@@ -403,7 +411,7 @@ class KVConnectorBase_V1(ABC):
         return None
 
 
-# ---- ranks, kernels ------------------------------------------------------------------------------------------------
+# ---- sleep mode, ranks ---------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -430,12 +438,49 @@ class GroupCoordinator:
         self.cpu_group = None
 
 
+def is_conv_state_dim_first() -> bool:
+    return False
+
+
 def get_pp_group() -> GroupCoordinator:
     return GroupCoordinator(Ranks.pp)
 
 
 def get_tensor_model_parallel_rank() -> int:
     return Ranks.tp
+
+
+class CuMemBackend:
+    """Has no memory; `state` is that of a real one."""
+
+    def __init__(self) -> None:
+        self._state = "RUNNING"
+
+    def suspend(self, level: int = 1) -> None:
+        self._state = "SUSPENDED"
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self._state = "RUNNING"
+
+    def state(self) -> str:
+        return self._state
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self._state = "SUSPENDED"
+
+
+class SleepModeBackendFactory:
+    _registry: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_backend(cls, name: str, module_path: str, class_name: str) -> None:
+        cls._registry[name] = module_path, class_name
+
+    @classmethod
+    def create_backend(cls, model_config: ModelConfig) -> CuMemBackend:
+        module, name = cls._registry[model_config.sleep_mode_backend]
+        made: CuMemBackend = getattr(importlib.import_module(module), name)()
+        return made
 
 
 class KVConnectorFactory:
@@ -466,7 +511,9 @@ MODULES: dict[str, tuple[Any, ...]] = {
         SupportsHMA,
     ),
     "vllm.distributed.kv_transfer.kv_connector.factory": (KVConnectorFactory,),
+    "vllm.device_allocator.sleep_mode_backend": (CuMemBackend, SleepModeBackendFactory),
     "vllm.distributed.parallel_state": (get_pp_group, get_tensor_model_parallel_rank),
+    "vllm.model_executor.layers.mamba.mamba_utils": (is_conv_state_dim_first,),
     "vllm.v1.attention.backends.cpu_attn": (_get_attn_isa,),
     "vllm.v1.core.kv_cache_manager": (KVCacheBlocks,),
     "vllm.v1.core.sched.output": (CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput),
@@ -478,6 +525,7 @@ MODULES: dict[str, tuple[Any, ...]] = {
         KVCacheGroupSpec,
         KVCacheSpec,
         KVCacheTensor,
+        MambaSpec,
         MLAAttentionSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,

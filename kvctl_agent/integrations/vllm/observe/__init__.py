@@ -1,1 +1,1 @@
-"""Observes vLLM's own NIXL connectors: the requests that they transfer, and the outcome of each."""
+"""Observes vLLM's own KV connectors: the requests that they transfer, and the outcome of each."""

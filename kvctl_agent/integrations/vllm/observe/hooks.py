@@ -46,6 +46,8 @@ class Watch:
         push: whether the prefill engine writes; otherwise the decode engine reads.
         begin: called with the metadata of each step until the observation has begun.
         posted: transfers in flight by the identity of NIXL's handle.
+        planned: Mooncake's writes, with the request's share of the bytes, by the identity of vLLM's list of addresses.
+        connecting: begin of the handshakes with Mooncake's prefill engines, by vLLM's id of the engine.
     """
 
     def __init__(self, worker: Any, push: bool, begin: Callable[[Any], None]) -> None:
@@ -56,6 +58,8 @@ class Watch:
         self.stopped = False
         self.events = EventQueue("vLLM")
         self.posted: dict[int, Posted] = {}
+        self.planned: dict[int, list[tuple[Posted, float]]] = {}
+        self.connecting: dict[str, int] = {}
 
 
 class _Posting(threading.local):
@@ -73,7 +77,7 @@ def base_id(request: str) -> str:
     return found[1] if found else request
 
 
-def _blocks_of(groups: Iterable[Any] | None) -> int:
+def blocks_of(groups: Iterable[Any] | None) -> int:
     """Returns the number of blocks in all KV cache groups."""
     return sum(len(group) if hasattr(group, "__len__") else 1 for group in groups or ())
 
@@ -81,7 +85,7 @@ def _blocks_of(groups: Iterable[Any] | None) -> int:
 # ---- scheduler half --------------------------------------------------------------------------------------------
 
 
-def _record(scheduler: Any, name: str, *arguments: Any) -> None:
+def record(scheduler: Any, name: str, *arguments: Any) -> None:
     """Keeps an event of a scheduler half for the workers; counts those for which there is no space."""
     attributes = vars(scheduler)
     events: list[Any] = attributes.setdefault(_PENDING_EVENTS, [])
@@ -91,27 +95,37 @@ def _record(scheduler: Any, name: str, *arguments: Any) -> None:
         attributes[_DROPPED_EVENTS] = attributes.get(_DROPPED_EVENTS, 0) + 1
 
 
-def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
+def record_request(scheduler: Any, request: Any, consumer: bool, **ids: str) -> None:
+    """Records a new request; `ids` names, for each role, the parameter with the id of the transfer.
+
+    Args:
+        consumer: whether the engine only decodes.
+    """
     params = request.kv_transfer_params or {}
     role = "prefill" if params.get("do_remote_decode") else "decode" if params.get("do_remote_prefill") else None
     if role is not None:
-        transfer = str(params.get("remote_request_id") or "") if role == "decode" else ""
-        _record(scheduler, "arrived", role, request.request_id, transfer, request.num_prompt_tokens)
-    elif scheduler.vllm_config.kv_transfer_config.kv_role == "kv_consumer":
-        _record(scheduler, "computed_here")
+        transfer = str(params.get(ids.get(role)) or "")
+        record(scheduler, "arrived", role, request.request_id, transfer, request.num_prompt_tokens)
+    elif consumer:
+        record(scheduler, "computed_here")
+
+
+def _new_request(_: int, __: None, scheduler: Any, request: Any) -> None:
+    consumer = scheduler.vllm_config.kv_transfer_config.kv_role == "kv_consumer"
+    record_request(scheduler, request, consumer, decode="remote_request_id")
 
 
 def _request_finished(_: int, result: tuple[bool, Any], scheduler: Any, request: Any, block_ids: Any) -> None:
     held, params = result
     if held:
         lease_s = scheduler._reqs_need_send.get(request.request_id, 0) - perf_counter()
-        blocks = _blocks_of((params or {}).get("remote_block_ids") or block_ids)
-        _record(scheduler, "held", request.request_id, blocks, round(max(0.0, lease_s), 1))
+        blocks = blocks_of((params or {}).get("remote_block_ids") or block_ids)
+        record(scheduler, "held", request.request_id, blocks, round(max(0.0, lease_s), 1))
     elif request.kv_transfer_params:
-        _record(scheduler, "ended", request.request_id, request.status.name not in _FINISHED)
+        record(scheduler, "ended", request.request_id, request.status.name not in _FINISHED)
 
 
-def _build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> None:
+def build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> None:
     """Adds the events of the scheduler half to the metadata of a step."""
     attributes = vars(scheduler)
     if events := attributes.get(_PENDING_EVENTS):
@@ -124,8 +138,8 @@ def _build_connector_meta(_: int, metadata: Any, scheduler: Any, *__: Any) -> No
 # ---- worker half -----------------------------------------------------------------------------------------------
 
 
-def _start_load_kv(worker: Any, metadata: Any) -> None:
-    """Notes a step, and adds the events of the scheduler half and of the requests that the step begins."""
+def begin_step(worker: Any, metadata: Any) -> Watch:
+    """Notes a step and adds the events of the scheduler half; returns the worker's `Watch`."""
     watch: Watch = getattr(worker, WATCH)
     if watch.turn is not None:
         watch.turn()
@@ -133,6 +147,11 @@ def _start_load_kv(worker: Any, metadata: Any) -> None:
         watch.begin(metadata)
     if events := vars(metadata).get(_PENDING_EVENTS):
         _add_scheduler_events(watch, events)
+    return watch
+
+
+def _start_load_kv(worker: Any, metadata: Any) -> None:
+    watch = begin_step(worker, metadata)
     if metadata.reqs_to_recv:
         for request, meta in metadata.reqs_to_recv.items():
             _allocated(watch, request, meta)
@@ -159,7 +178,7 @@ _SCHEDULER_EVENTS: Mapping[str, Callable[..., None]] = {
 
 def _allocated(watch: Watch, request: str, meta: Any) -> None:
     remote, at_ns = meta.remote, now_ns()
-    blocks = _blocks_of(meta.local_block_ids)
+    blocks = blocks_of(meta.local_block_ids)
     transfer = base_id(request) if watch.push else remote.request_id
     watch.events.add(Tracker.arrived, at_ns, "decode", request, transfer)
     server = Server(str(remote.host), int(remote.port), getattr(meta, "pp_size", 1))
@@ -169,7 +188,7 @@ def _allocated(watch: Watch, request: str, meta: Any) -> None:
         watch.events.add(Tracker.ended, at_ns, request, False)
 
 
-def _transfer_results(_: int, results: Any, worker: Any) -> None:
+def transfer_results(_: int, results: Any, worker: Any) -> None:
     """Ends the requests that vLLM has ended."""
     sent, received = results.finished_sending, results.finished_recving
     if not sent and not received:
@@ -292,16 +311,11 @@ def _notification(watch: Watch, sender: str, message: bytes) -> None:
             events.add(Tracker.late, at_ns, request, sender)
 
 
-# ---- where they are put ----------------------------------------------------------------------------------------
+# ---- where they are put, beside those that all connectors have -------------------------------------------------
 
-SCHEDULER: Hooks = (
-    (after, "on_new_request", _new_request),
-    (after, "request_finished", _request_finished),
-    (after, "build_connector_meta", _build_connector_meta),
-)
+SCHEDULER: Hooks = ((after, "on_new_request", _new_request), (after, "request_finished", _request_finished))
 WORKER: Hooks = (
     (before, "start_load_kv", _start_load_kv),
-    (after, "get_transfer_results", _transfer_results),
     (before, "_nixl_handshake", _handshake_begins),
     (after, "_nixl_handshake", _handshake_ended),
     (before, "_log_failure", _log_failure),

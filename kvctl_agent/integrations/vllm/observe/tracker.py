@@ -6,7 +6,7 @@ A request that is handed over is a room on both ends. vLLM's connectors know no 
 | --- | --- | --- |
 | Bootstrapping | no decode worker has asked for it | it waits for blocks or the handshake |
 | WaitingForInput | a decode worker has renewed its lease, or told where its blocks are | it waits for the transfer |
-| Transferring | it writes (push) | it reads (pull) |
+| Transferring | it writes (push, Mooncake) | it reads (pull) |
 
 Times are monotonic ns; `request` is the id that this engine has for the request.
 """
@@ -213,11 +213,11 @@ class Tracker(EventTracker):
             record.state(RoomState.BOOTSTRAPPING, at_ns)
         record.event("finish", at_ns, detail=f"holds {blocks} blocks, with a lease of {lease_s:g} s")
 
-    def registered(self, at_ns: int, transfer: str, agent: str, server: Server) -> None:
-        """Push: a decode worker of `server` has told where its blocks are."""
+    def registered(self, at_ns: int, transfer: str, agent: str, server: Server, rank: int = 0) -> None:
+        """Push, Mooncake: a decode worker, TP rank `rank` of `server`, has told where its blocks are."""
         number = room_number(encodable(transfer)[:1024])
         known = self.name_of(agent)
-        name = self._name(server, 0) if known == agent else known
+        name = self._name(server, rank) if known == agent else known
         request = next((each for each, room in self.rooms.items() if room.record.room == number), None)
         if request is not None:
             self._claim(at_ns, request, name)
@@ -241,7 +241,7 @@ class Tracker(EventTracker):
             room.record.state(RoomState.WAITING_FOR_INPUT, at_ns)
 
     def read(self, at_ns: int, request: str, agent: str, readers: int) -> None:
-        """A decode worker, one of `readers`, has read the request's blocks."""
+        """A decode worker, one of `readers`, has read the request's blocks (pull), or needs none (Mooncake)."""
         name = self.name_of(agent)
         self._heard(name, at_ns)
         if (room := self.rooms.get(request)) is None:
@@ -322,7 +322,7 @@ class Tracker(EventTracker):
                 room.record.expect(list(names))
 
     def written(self, at_ns: int, request: str, agent: str, writers: int) -> None:
-        """Push: a prefill worker, one of `writers`, has written its share of the request's blocks."""
+        """Push, Mooncake: a prefill worker, one of `writers`, has written its share of the request's blocks."""
         if (room := self.rooms.get(request)) is None:
             return
         name = next(iter(room.owing), None) or self.name_of(agent)

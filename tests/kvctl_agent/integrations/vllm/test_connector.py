@@ -41,7 +41,6 @@ class TestRefusals:
             ({}, "kv_both", "does not support kv_role kv_both: set kv_producer for prefill servers and kv_consumer"),
             ({"prefill_context_parallel_size": 2}, "kv_producer", "--prefill-context-parallel-size: set it to 1"),
             ({"decode_context_parallel_size": 2}, "kv_producer", "--decode-context-parallel-size at prefill"),
-            ({"speculative_config": vllm.SpeculativeConfig(True, 2)}, "kv_producer", "with several MTP modules"),
         ],
     )
     def test_options(self, options: dict[str, Any], role: str, reason: str) -> None:
@@ -50,20 +49,21 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("specs", "reason"),
         [
-            (
-                (FULL, vllm.ChunkedLocalAttentionSpec(attention_chunk_size=8, **COMMON)),
-                "ChunkedLocalAttentionSpec of layer model.layers.1.attn: use one of vLLM's own",
-            ),
+            ((FULL, vllm.ChunkedLocalAttentionSpec(attention_chunk_size=8, **COMMON)), "ChunkedLocalAttentionSpec of"),
             ((vllm.SlidingWindowSpec(sliding_window=32, **COMMON),), "needs a layer with full attention"),
         ],
     )
     def test_kv_caches(self, specs: tuple[vllm.KVCacheSpec, ...], reason: str) -> None:
         assert reason in refusal(config(), groups(*specs))
 
-    def test_sleep_mode(self) -> None:
+    def test_another_backend_of_sleep_mode(self) -> None:
         given = config()
-        given.model_config.enable_sleep_mode = True
-        assert "leave out --enable-sleep-mode" in refusal(given, groups(FULL))
+        given.model_config.enable_sleep_mode, given.model_config.sleep_mode_backend = True, "criu"
+        assert "sleep mode with the backend criu: set sleep_mode_backend to cumem" in refusal(given, groups(FULL))
+
+    def test_the_layer_of_a_group_that_is_refused_is_named(self) -> None:
+        local = vllm.ChunkedLocalAttentionSpec(attention_chunk_size=8, **COMMON)
+        assert "of layer model.layers.1.attn: use one of vLLM's own" in refusal(config(), groups(FULL, local))
 
     def test_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(versions, "version", lambda name: "0.31.0")

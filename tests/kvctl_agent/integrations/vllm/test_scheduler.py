@@ -325,16 +325,6 @@ class TestDecode:
         (receive,) = allocate(decode, wanted, 32, [1, 2, 3]).receives
         assert receive.blocks == ([2, 3],)
 
-    def test_nothing_of_a_prompt_of_one_token_is_received_into_windows(self) -> None:
-        config = HYBRID.config(1)
-        for group in config.kv_cache_groups:
-            group.kv_cache_spec = vllm.UniformTypeKVCacheSpecs(BLOCK, {"a": group.kv_cache_spec})
-        decode = scheduler.ConnectorScheduler(REGISTRY, config, 1)
-        wanted = request(FROM_PREFILL, tokens=1)
-        decode.on_new_request(wanted)
-        assert decode.matched_tokens(wanted, 0) == (0, False)
-        assert [each[0] for each in allocate(decode, wanted, 0, [], []).refused] == ["7f3a"]
-
     def test_it_is_received_once(self) -> None:
         decode = half()
         wanted = request(FROM_PREFILL)
