@@ -70,6 +70,7 @@ from kvctl_agent.security.curve import REGISTRY_DOMAIN, Clients, RefusedConnecti
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.hub import Telemetry
+from kvctl_agent.telemetry.nvtx_ranges import NvtxRanges
 from kvctl_agent.transport.base import Transport
 from kvctl_agent.transport.environment import prefer_family_of
 from kvctl_agent.transport.nixl.threads import DESCRIPTORS_PER_THREAD, with_threads
@@ -197,6 +198,8 @@ class AgentParts:
         region = new_region(self.settings, self.name, self.role, incarnation, clock, warnings.append)
         undo.callback(region.close)
         telemetry = Telemetry(self.name, self.role, region, clock)
+        if self.settings["nvtx"]:
+            telemetry.ranges = NvtxRanges()
         for text in warnings:
             telemetry.recorder.record("observer", text, "warning")
         return telemetry

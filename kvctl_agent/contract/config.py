@@ -386,6 +386,13 @@ KEYS: tuple[Key, ...] = (
         "Needs kvctl's extra otel.",
     ),
     Key(
+        "nvtx",
+        bool,
+        False,
+        "Mark rooms, parts and scatters as NVTX ranges, which Nsight Systems shows (nsys profile --trace=nvtx,cuda). "
+        "Needs torch with CUDA, or the package nvtx.",
+    ),
+    Key(
         "insecure",
         bool,
         False,

@@ -284,6 +284,8 @@ class Arrivals:
             self._update_copying_since()
             return
         self._scatters.append(_RunningScatter(began_ns, copy, valid))
+        if (ranges := self._telemetry.ranges) is not None:
+            ranges.begin(self._scatters[-1], f"kv scatter of {len(valid)} parts")
         self._scatter_began_s = time.monotonic()
         self._report_finished()
 
@@ -307,6 +309,8 @@ class Arrivals:
             else:
                 now = time.monotonic_ns()
                 self._report(*(Scattered(order.serial, now) for order in orders))
+            if (ranges := self._telemetry.ranges) is not None:
+                ranges.end(self._scatters[0])
             del self._scatters[0]
             self._update_copying_since()
 

@@ -194,6 +194,8 @@ class Transfers:
             if self._advance(flight):
                 self._active.remove(flight)
                 self._moved = True
+                if (ranges := self._telemetry.ranges) is not None:
+                    ranges.end(flight)
             self._yield_if_due()
         self._drain()
         self._pause_s = self._shortest_s if self._moved else min(2 * self._pause_s, _LONGEST_S)
@@ -352,6 +354,8 @@ class Transfers:
         except Exception as error:
             self._report_failed(order, error, in_flight=False)
             return
+        if (ranges := self._telemetry.ranges) is not None:
+            ranges.begin(self._active[-1], f"kv {order.path} {order.key} of room {order.room} to {order.peer}")
 
     def _advance(self, flight: Flight) -> bool:
         """Advances one flight; returns whether the flight is no longer active."""

@@ -17,6 +17,7 @@ from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.durations import InterpreterWaits
 from kvctl_agent.telemetry.flight_recorder import FlightRecorder
 from kvctl_agent.telemetry.metrics import Counters, Sample
+from kvctl_agent.telemetry.nvtx_ranges import NvtxRanges
 from kvctl_agent.telemetry.region import MOST_RECORD_BYTES, Cell, Document, Header, RegionWriter
 from kvctl_agent.telemetry.room_records import RoomRecord, RoomRecords
 
@@ -36,6 +37,7 @@ class Telemetry:
         region: where everything is written.
         rooms: records of the active rooms.
         transfers: prefill: begin and end of the transfers of rooms.
+        ranges: NVTX ranges of rooms and of what is done for them; None, which is the default: none are marked.
         collected: records that `flush` will write together; None, which is the default: each is written at once. With a
             list, one thread at a time calls the methods.
     """
@@ -50,6 +52,8 @@ class Telemetry:
         self.clock = clock or Clock()
         self.region = region or RegionWriter(Header.of_this_process(role, name, clock_offset_ns=self.clock.wall_ns(0)))
         self.collected: list[tuple[Any, ...]] | None = None
+        self.ranges: NvtxRanges | None = None
+        self._role = role
         self.metrics = Counters(self.region)
         self.recorder = FlightRecorder(self.clock, lambda entry: self._append((rec.NOTED, *entry)))
         self.rooms = RoomRecords(self._append, role)
@@ -83,12 +87,16 @@ class Telemetry:
         """Counts a room that was opened at monotonic `at_ns`, or now; else as `RoomRecords.open`."""
         record = self.rooms.open(room, nonce, self.clock.now_ns() if at_ns is None else at_ns)
         self.metrics.add("kvctl_rooms_opened_total", 1)
+        if self.ranges is not None:
+            self.ranges.begin(record, f"kv {self._role} room {room}")
         return record
 
     def finish(self, record: RoomRecord, now_ns: int) -> None:
         """Records that a room ended at monotonic `now_ns`, and counts it; does nothing if it has ended before."""
         if not self.rooms.close(record):
             return
+        if self.ranges is not None:
+            self.ranges.end(record)
         record.finish(now_ns)
         record.write(rec.FINISHED, now_ns)
         self.metrics.add("kvctl_rooms_finished_total", 1, record.state_now.label)
