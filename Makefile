@@ -79,9 +79,11 @@ SGLANG_OTHERWISE := tests/sglang_servers/requirements-$(SGLANG_VERSION).txt
 SGLANG_MODES ?= nixl kvctl replace observe
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
 
-# Of `make venv-vllm`: the venv of vLLM engines.
+# Of `make venv-vllm`: the venv of vLLM engines; of `make test-vllm`: the release whose own connector tests run too.
+VLLM_SDIST := 0.32.0
 VLLM_VENV ?= .vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-done
+VLLM_SDIST_STAMP := $(VLLM_VENV)/.sdist-done
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input
 
 help:  ## list the targets
@@ -146,13 +148,17 @@ test-sglang-vllm: $(STAMP) $(SGLANG_STAMP) $(VLLM_STAMP)  ## prefill by SGLang, 
 	@SGLANG_VENV="$(abspath $(SGLANG_VENV))" VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/sglang_to_vllm
 
-try-sglang: $(TOOLS_STAMP)  ## the tests of the plugin with the classes of another release of SGLang: make try-sglang SGLANG_VERSION=0.5.24
+# Both parts run, whatever the first one finds. Of releases that are supported, the code has been read.
+try-sglang: $(TOOLS_STAMP)  ## what differs in another release of SGLang, then the tests with its classes: make try-sglang SGLANG_VERSION=0.5.24
 	@[[ -n "$(SGLANG_VERSION)" ]] || { echo "try-sglang: name the release: make try-sglang SGLANG_VERSION=0.5.24" >&2; exit 2; }
 	@[[ -f $(SGLANG_TRIED)/.done ]] || { echo "try-sglang: installing SGLang $(SGLANG_VERSION)"; rm -rf $(SGLANG_TRIED); mkdir $(SGLANG_TRIED); \
 		sed 's/^sglang==.*/sglang==$(SGLANG_VERSION)/' $(SGLANG_REQUIREMENTS) > $(SGLANG_TRIED).txt; \
 		$(PIP) install --no-deps --no-compile --target $(SGLANG_TRIED) -r $(SGLANG_TRIED).txt; touch $(SGLANG_TRIED)/.done; }
-	@SGLANG=$(SGLANG_TRIED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
-		tests/kvctl_agent/integrations/sglang
+	@echo "try-sglang: what the plugin does not support in $(SGLANG_VERSION), and what to read because the newest supported release has it otherwise"
+	@bad=0; $(BIN)/python -m tests.support.sglang.compare $(SGLANG_TRIED) $(if $(filter $(SGLANG_VERSION),$(SGLANG_OLDER)),,$(SGLANG)) || bad=1; \
+	SGLANG=$(SGLANG_TRIED) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) \
+		tests/kvctl_agent/integrations/sglang || bad=1; \
+	exit $$bad
 
 venv-sglang: $(SGLANG_STAMP)  ## stock SGLang servers for CPUs with kvctl's plugin, in .sglang (4 GB): docs/sglang.md
 	@echo "venv-sglang: $(SGLANG_VENV) is ready"
@@ -171,7 +177,7 @@ $(SGLANG_STAMP): tests/sglang_servers/requirements.txt $(wildcard $(SGLANG_OTHER
 	@$(SGLANG_VENV_PIP) install -e .
 	@touch $@
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## real vLLM engines on the CPU, in a venv of 4 GB: tokens, preemption, cancelled requests, killed engines
+test-vllm: $(STAMP) $(VLLM_SDIST_STAMP)  ## real vLLM engines on the CPU, in a venv of 4 GB: tokens, preemption, cancelled requests, killed engines
 	@echo "test-vllm: pytest"
 	@VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/vllm_engines
@@ -185,6 +191,13 @@ $(VLLM_STAMP): tests/vllm_engines/requirements.txt pyproject.toml | compiler
 	@$(VLLM_PIP) install $(TORCH) -r $<
 	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install -e .
+	@touch $@
+
+$(VLLM_SDIST_STAMP): $(VLLM_STAMP)
+	@rm -rf $@ $(VLLM_VENV)/sdist
+	@VLLM_VERSION_OVERRIDE=$(VLLM_SDIST) VLLM_TARGET_DEVICE=empty $(VLLM_PIP) download --no-build-isolation --no-deps \
+		--no-binary vllm --dest $(VLLM_VENV)/sdist vllm==$(VLLM_SDIST)
+	@tar -xzf $(VLLM_VENV)/sdist/vllm-$(VLLM_SDIST).tar.gz -C $(VLLM_VENV)/sdist
 	@touch $@
 
 check: $(STAMP)  ## format, lint, types, and who may import whom
