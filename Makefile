@@ -79,11 +79,9 @@ SGLANG_OTHERWISE := tests/sglang_servers/requirements-$(SGLANG_VERSION).txt
 SGLANG_MODES ?= nixl kvctl replace observe
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
 
-# Of `make venv-vllm`: the venv of vLLM engines; of `make test-vllm`: the release whose own connector tests run too.
-VLLM_SDIST := 0.32.0
+# Of `make venv-vllm`: the venv of vLLM engines.
 VLLM_VENV ?= .vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-done
-VLLM_SDIST_STAMP := $(VLLM_VENV)/.sdist-done
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input
 
 help:  ## list the targets
@@ -177,7 +175,7 @@ $(SGLANG_STAMP): tests/sglang_servers/requirements.txt $(wildcard $(SGLANG_OTHER
 	@$(SGLANG_VENV_PIP) install -e .
 	@touch $@
 
-test-vllm: $(STAMP) $(VLLM_SDIST_STAMP)  ## real vLLM engines on the CPU, in a venv of 4 GB: tokens, preemption, cancelled requests, killed engines
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## real vLLM engines on the CPU, in a venv of 4 GB: tokens, preemption, cancelled requests, killed engines
 	@echo "test-vllm: pytest"
 	@VLLM_VENV="$(abspath $(VLLM_VENV))" $(BIN)/python -m pytest -v -s \
 		--timeout 1200 -o faulthandler_timeout=1300 $(PYTEST_ARGS) tests/vllm_engines
@@ -191,13 +189,6 @@ $(VLLM_STAMP): tests/vllm_engines/requirements.txt pyproject.toml | compiler
 	@$(VLLM_PIP) install $(TORCH) -r $<
 	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
 	@$(VLLM_PIP) install -e .
-	@touch $@
-
-$(VLLM_SDIST_STAMP): $(VLLM_STAMP)
-	@rm -rf $@ $(VLLM_VENV)/sdist
-	@VLLM_VERSION_OVERRIDE=$(VLLM_SDIST) VLLM_TARGET_DEVICE=empty $(VLLM_PIP) download --no-build-isolation --no-deps \
-		--no-binary vllm --dest $(VLLM_VENV)/sdist vllm==$(VLLM_SDIST)
-	@tar -xzf $(VLLM_VENV)/sdist/vllm-$(VLLM_SDIST).tar.gz -C $(VLLM_VENV)/sdist
 	@touch $@
 
 check: $(STAMP)  ## format, lint, types, and who may import whom
