@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup bench test test-all pytest check explore docs site figures clean soak quiet man fuzz sanitize peer side-by-side try-sglang test-sglang test-sglang-gpu test-vllm test-sglang-vllm \
-	venv-sglang venv-vllm wheels test-wheels release-check
+	venv-sglang venv-vllm wheels krew test-wheels release-check
 
 # Tests and benchmarks start hundreds of Python processes: without bytecode each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -268,6 +268,11 @@ release-check: test-wheels  ## before a release: build and test the wheels, writ
 		"  make test-all, and make test-sglang test-vllm test-sglang-vllm" \
 		"  git tag -s v$$version && git push --tags" "  $(WHEEL_TOOLS)/bin/twine upload $(DIST)/*.whl" \
 		"  publish $(DIST)/*.cdx.json and $(DIST)/SHA256SUMS with the notes from CHANGELOG.md"
+
+krew: $(STAMP) $(WHEEL_TOOLS)/.done  ## pack kubectl kvctl for krew into dist/, with its manifest: make krew URI=https://…/kubectl-kvctl.tar.gz
+	@[[ -n "$(URI)" ]] || { echo "krew: name where the archive will be: make krew URI=https://…/kubectl-kvctl.tar.gz" >&2; exit 2; }
+	@$(WHEEL_TOOLS)/bin/python release/wheels.py --command-line --out build/krew
+	@$(BIN)/python release/krew.py --wheel build/krew/kvctl-*.whl --uri "$(URI)" --out $(DIST)
 
 $(WHEEL_TOOLS)/.done: release/requirements.txt
 	@rm -f $@

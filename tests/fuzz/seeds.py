@@ -203,7 +203,7 @@ SEEDS: dict[str, list[bytes]] = {
         ),
         *(
             b"dns://agents.example:7311+8",
-            b"kubernetes://ns/app=kv?port=7311",
+            b"kubernetes://ns/app=kv?port=7311&via=port-forward",
             b"file:///x",
             b"tcp://[::1",
         ),

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from tests.support.charts import CHART, helm, render, which
+from tests.kvctl.client.discovery.conftest import agents, keys
+from tests.support.charts import CHART, TOOLS_PATH, helm, render, which
+from tests.support.kubectl import install_plugin
+from tests.support.kubernetes_api import KubernetesApi, pod
+
+__all__ = ["agents", "keys"]
 
 pytestmark = pytest.mark.skipif(which("helm") is None, reason="helm is not installed")
 ROOT = CHART.parents[1]
@@ -167,10 +176,11 @@ def test_names_and_values_are_texts_whatever_they_contain() -> None:
 
 def test_who_may_find_the_agents() -> None:
     find = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+    forward = {"apiGroups": [""], "resources": ["pods/portforward"], "verbs": ["get", "create"]}
     documents = render(EVERYTHING)
     rules = {each["metadata"]["name"]: each["rules"] for each in documents if each["kind"] == "Role"}
     account = of_kind("ServiceAccount")["metadata"]["name"]
-    assert rules == {"kvctl": [find], account: [find]}
+    assert rules == {"kvctl": [find, forward], account: [find]}  # the toolbox connects to the pods' addresses
     subjects = {
         each["roleRef"]["name"]: [(subject["kind"], subject["name"]) for subject in each["subjects"]]
         for each in documents
@@ -193,9 +203,33 @@ def test_the_commands_of_a_page_install_it(path: str) -> None:
         assert ("kind: Deployment" in rendered.stdout) == ("toolbox.enabled=true" in command)
 
 
-def test_its_notes_name_the_toolbox() -> None:
+def test_the_commands_of_its_notes_work(
+    tmp_path: Path, agents: Callable[[str], Any], keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed = helm("install", "kvctl", str(CHART), "--dry-run=client", "--namespace", "serving", values=EVERYTHING)
     assert installed.returncode == 0, installed.stderr
-    (command,) = re.findall(r"^  (kubectl .+)$", installed.stdout.partition("NOTES:")[2], re.MULTILINE)
+    commands = re.findall(r"^  (kubectl .+)$", installed.stdout.partition("NOTES:")[2], re.MULTILINE)
+    plugin, in_cluster = commands[:-1], commands[-1]
+    assert len(plugin) == 2
     deployment = of_kind("Deployment")["metadata"]["name"]
-    assert command == f"kubectl exec -n serving deploy/{deployment} -- kvctl status"  # test_image.py runs it
+    assert in_cluster == f"kubectl exec -n serving deploy/{deployment} -- kvctl status"  # test_image.py runs it
+    install_plugin(tmp_path / "bin")
+    api = KubernetesApi()
+    try:
+        env = {
+            **os.environ,
+            "PATH": f"{tmp_path / 'bin'}:{TOOLS_PATH}",
+            "KUBECONFIG": str(api.kubeconfig(tmp_path / "kubeconfig")),
+            "KVCTL_TIMEOUT": "30s",
+        }
+        api.pods = [
+            pod(name, int(agents(name).remote_address.rpartition(":")[2])) for name in ("prefill-0", "decode-0")
+        ]
+        for command in plugin:
+            words = shlex.split(command)
+            outcome = subprocess.run(words, env=env, cwd=keys, capture_output=True, text=True, timeout=120)
+            assert "Traceback" not in outcome.stderr
+            assert outcome.returncode in ((0, 1) if words[-1] == "doctor" else (0,)), outcome.stderr
+            assert re.search(r"decode-0|\b2 agents\b", outcome.stdout)
+    finally:
+        api.close()

@@ -1,8 +1,12 @@
-"""A part of the Kubernetes API over HTTP: lists of pods."""
+"""A part of the Kubernetes API over HTTP: lists of pods, and port-forward over WebSocket as a node answers it.
+
+It serves the API itself, and the port-forward path of a kubelet, so that it can stand behind a real API server as well.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import threading
 from collections.abc import Coroutine
@@ -10,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from aiohttp import web
+from aiohttp import WSMsgType, web
 
+PROTOCOL = "v4.channel.k8s.io"
 TOKEN = "a-token"
 
 
@@ -44,8 +49,9 @@ class KubernetesApi:
     Attributes:
         pods: what it lists.
         page: pods per answer; with 0 the list never ends.
-        denied: what it answers with 403: "list".
+        denied: what it answers with 403: "list", "portforward".
         token: bearer token that it requires; "" for none.
+        forwards: number of open port-forwards.
         delay_s: time until it answers a list.
     """
 
@@ -54,8 +60,10 @@ class KubernetesApi:
         self.page = 500
         self.denied: set[str] = set()
         self.token = token
+        self.forwards = 0
         self.delay_s = 0.0
         self.lists = 0
+        self._sockets: set[web.WebSocketResponse] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kubernetes-api")
         self._thread.start()
@@ -84,6 +92,17 @@ class KubernetesApi:
         )
         return path
 
+    def drop_forwards(self) -> None:
+        """Ends all port-forwards, as an API server that is restarted does."""
+
+        async def drop() -> None:
+            for each in list(self._sockets):
+                assert each._req is not None
+                if (transport := each._req.transport) is not None:
+                    transport.abort()
+
+        self._run(drop())
+
     def close(self) -> None:
         async def stop() -> None:
             await self._runner.cleanup()
@@ -105,6 +124,8 @@ class KubernetesApi:
         app.add_routes(
             [
                 web.get("/api/v1/namespaces/{namespace}/pods", self._list),
+                web.get("/api/v1/namespaces/{namespace}/pods/{pod}/portforward", self._forward),
+                web.get("/portForward/{namespace}/{pod}", self._forward),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handle_signals=False)
@@ -139,6 +160,50 @@ class KubernetesApi:
         more = {"continue": str(until)} if until < len(found) else {}
         body = {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1", **more}}
         return web.json_response({**body, "items": found[at:until]})
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        kubelet = request.path.startswith("/portForward")
+        if not kubelet and (refusal := self._refusal(request, "portforward")) is not None:
+            return refusal
+        known = {each["metadata"]["name"] for each in self.pods}
+        if not kubelet and request.match_info["pod"] not in known:
+            return _status(404, f'pods "{request.match_info["pod"]}" not found')
+        port = int(request.query["port" if kubelet else "ports"])
+        socket = web.WebSocketResponse(protocols=[PROTOCOL])
+        await socket.prepare(request)
+        for channel in (0, 1):
+            await socket.send_bytes(bytes((channel,)) + port.to_bytes(2, "little"))
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError as error:
+            await socket.send_bytes(f"\1error forwarding port {port}: {error.strerror}: connection refused".encode())
+            await socket.close()
+            return socket
+        self.forwards += 1
+        self._sockets.add(socket)
+
+        async def from_pod() -> None:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(1 << 16):
+                    await socket.send_bytes(b"\0" + data)
+            await socket.close()
+
+        pump = asyncio.create_task(from_pod())
+        try:
+            async for message in socket:
+                if message.type == WSMsgType.BINARY and message.data[0] == 0:
+                    writer.write(message.data[1:])
+                    await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            self._sockets.discard(socket)
+            self.forwards -= 1
+            writer.close()
+            pump.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                await pump
+        return socket
 
 
 def _status(code: int, message: str) -> web.Response:

@@ -31,7 +31,9 @@ KINDS: dict[str, Kind] = {
     "dns": Kind("dns://", "dns://NAME:PORT", "DnsSource"),
     "file": Kind("file://", "file:///PATH", "FileSource"),
     "kubernetes": Kind(
-        "kubernetes://", "kubernetes://NAMESPACE[/LABEL=VALUE,…][?port=NAME][&context=NAME]", "PodSource"
+        "kubernetes://",
+        "kubernetes://NAMESPACE[/LABEL=VALUE,…][?port=NAME][&context=NAME][&via=port-forward]",
+        "PodSource",
     ),
 }
 """Kinds of sources by scheme, which is also the name of the module."""

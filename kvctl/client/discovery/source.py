@@ -52,9 +52,11 @@ class AgentSource(ABC):
 
     Attributes:
         refresh_ns: shortest time between two calls of `find`; longer for a source that is expensive to ask.
+        lasting: whether the endpoints may be used later, when the source does not answer.
     """
 
     refresh_ns: ClassVar[int] = 1_000_000_000
+    lasting = True
 
     def __init__(self, url: str, keys: KeyNames) -> None:
         """Raises CliError if the URL is malformed, or a package that it needs is not installed."""
@@ -171,7 +173,8 @@ class _Query:
     def _ask(self, deadline_ns: int) -> None:
         try:
             self.found = self.source.find(deadline_ns)
-            self._remember(self.found.endpoints)
+            if self.source.lasting:
+                self._remember(self.found.endpoints)
         except SourceError as error:
             self.found = self.failed(str(error), error.code)
         except Exception as error:

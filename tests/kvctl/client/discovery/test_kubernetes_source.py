@@ -1,4 +1,4 @@
-"""`kubernetes://`: agents with keys in the pods of a recorded Kubernetes API."""
+"""`kubernetes://`: agents with keys in the pods of a recorded Kubernetes API, reached directly and by port-forward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from kvctl.client.keys import NO_KEYS
 from kvctl.errors import CliError
 from tests.support.admin_server import AdminServer
 from tests.support.kubernetes_api import KubernetesApi, pod
+from tests.support.polling import until
 
 URL = "kubernetes://serving/app=kvctl"
+FORWARD = f"{URL}?via=port-forward"
+UNREACHABLE_IP = "240.0.0.1"
 
 
 @pytest.fixture
@@ -57,9 +60,11 @@ def test_running_pods_of_the_labels_are_found(api: KubernetesApi) -> None:
     assert found.faults == ()
 
 
-def test_without_labels_all_pods_with_an_admin_port_are_found(api: KubernetesApi) -> None:
-    url = "kubernetes://serving"
-    api.pods = [pod("decode-0", 7311), pod("router")]
+@pytest.mark.parametrize("url", ["kubernetes://serving", "kubernetes://serving/?via=port-forward"])
+def test_without_labels_all_pods_with_an_admin_port_are_found(
+    api: KubernetesApi, agents: Any, url: str, keys: Path
+) -> None:
+    api.pods = [pod("decode-0", int(agents("decode-0").remote_address.rpartition(":")[2])), pod("router")]
     api.pods[0]["metadata"]["labels"] = {}
     assert (list(addresses(find(url))), find(url).faults) == (["decode-0"], ())
     del api.pods[0]
@@ -251,8 +256,9 @@ def _answer_once(server: socket.socket, body: str) -> None:
     [
         ("kubernetes:///app=kvctl", r"write kubernetes://NAMESPACE\[/LABEL=VALUE"),
         ("kubernetes://Not_A_Name/app=kvctl", r"write kubernetes://NAMESPACE\[/LABEL=VALUE"),
+        (f"{URL}?via=magic", "via must be port-forward"),
         (f"{URL}?port=99999", "99999 is not a port"),
-        (f"{URL}?prot=1", "prot is neither port nor context"),
+        (f"{URL}?prot=1", "prot is none of port, context, via"),
     ],
 )
 def test_a_malformed_url(url: str, text: str) -> None:
@@ -266,7 +272,7 @@ def test_without_the_package_the_error_says_how_to_install_it(monkeypatch: pytes
         open_source(URL, NO_KEYS)
 
 
-# ---- agents in pods ------------------------------------------------------------------------------------------------
+# ---- port-forward --------------------------------------------------------------------------------------------------
 
 
 def port_of(server: AdminServer) -> int:
@@ -286,6 +292,34 @@ def test_agents_of_pods_are_asked_on_the_pod_network(
     assert (outcome.code, outcome.err, names(outcome)) == (0, "", ["decode-0", "prefill-0"])
 
 
+def test_agents_of_pods_are_asked_through_the_api(
+    api: KubernetesApi, agents: Any, keys: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCTL_SERVER_KEY", str(keys / "fleet.pub"))
+    api.pods = [pod(name, port_of(agents(name)), ip=UNREACHABLE_IP) for name in ("prefill-0", "decode-0")]
+    threads = threading.active_count()
+    outcome = kvctl("-e", FORWARD, "agents", "-o", "json")
+    assert (outcome.code, outcome.err, names(outcome)) == (0, "", ["decode-0", "prefill-0"])
+    until(lambda: not api.forwards, "the port-forwards are closed")
+    until(lambda: threading.active_count() <= threads, "no thread of a port-forward is left")
+
+
+def test_relays_at_other_ports_are_the_same_agents(
+    api: KubernetesApi, agents: Any, keys: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each run has other local ports, and no port is asked again when the API fails."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KVCTL_SERVER_KEY", str(keys / "fleet.pub"))
+    api.pods = [pod(name, port_of(agents(name)), ip=UNREACHABLE_IP) for name in ("prefill-0", "decode-0")]
+    for _ in range(2):
+        rows = kvctl("-e", FORWARD, "agents", "-o", "json").data
+        assert {row["agent"]: row["state"] for row in rows} == {"decode-0": "ok", "prefill-0": "ok"}
+    api.denied = {"list"}
+    outcome = kvctl("-e", FORWARD, "agents", "-o", "json")
+    assert "kubectl auth can-i list pods" in outcome.err
+    assert "asking the" not in outcome.err
+
+
 def test_a_context_of_pods(
     api: KubernetesApi, agents: Any, keys: Path, kvctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,3 +327,65 @@ def test_a_context_of_pods(
     outcome = kvctl("context", "add", "prod", "-e", URL, "--server-key", str(keys / "fleet.pub"))
     assert outcome.code == 0, outcome.err
     assert names(kvctl("-c", "prod", "agents", "-o", "json")) == ["decode-0"]
+
+
+def test_port_forwards_are_kept_and_follow_the_pods(api: KubernetesApi, agents: Any) -> None:
+    servers = {name: agents(name) for name in ("prefill-0", "decode-0")}
+    api.pods = [pod(name, port_of(server), ip=UNREACHABLE_IP) for name, server in servers.items()]
+    source = open_source(FORWARD, NO_KEYS)
+    try:
+        first = addresses(source.find(time.monotonic_ns() + 30_000_000_000))
+        assert sorted(first) == ["decode-0", "prefill-0"]
+        assert addresses(source.find(time.monotonic_ns() + 30_000_000_000)) == first
+        api.pods = api.pods[:1]
+        assert addresses(source.find(time.monotonic_ns() + 30_000_000_000)) == {"prefill-0": first["prefill-0"]}
+        until(lambda: api.forwards == 1, "the port-forward of the pod that has gone is closed")
+    finally:
+        source.close()
+    until(lambda: not api.forwards, "all port-forwards are closed")
+
+
+def test_a_client_connects_again_after_the_api_server_has_dropped_the_connection(
+    api: KubernetesApi, agents: Any
+) -> None:
+    server = agents("decode-0")
+    api.pods = [pod("decode-0", port_of(server), ip=UNREACHABLE_IP)]
+    source = open_source(FORWARD, NO_KEYS)
+    try:
+        (endpoint,) = source.find(time.monotonic_ns() + 30_000_000_000).endpoints
+        for _ in range(3):
+            with socket.create_connection(
+                ("127.0.0.1", int(endpoint.address.rpartition(":")[2])), timeout=60
+            ) as client:
+                assert client.recv(1) == b"\xff"  # ZMTP's greeting
+                api.drop_forwards()
+                while client.recv(1 << 16):
+                    pass
+    finally:
+        source.close()
+
+
+def test_a_port_on_which_nobody_listens(api: KubernetesApi, agents: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = taken.getsockname()[1]
+    api.pods = [pod("decode-0", free, ip=UNREACHABLE_IP), pod("decode-1", port_of(agents("decode-1")))]
+    found = find(FORWARD)
+    assert list(addresses(found)) == ["decode-1"]
+    (fault,) = found.faults
+    assert fault.agent == "decode-0"
+    assert f"port {free}: error forwarding port {free}" in fault.message
+
+
+def test_a_port_that_is_silent_is_no_admin_endpoint(api: KubernetesApi) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        api.pods = [pod("decode-0", silent.getsockname()[1], ip=UNREACHABLE_IP)]
+        (fault,) = find(FORWARD, timeout_s=3).faults
+    assert (fault.code, "is silent" in fault.message) == ("timeout", True)
+
+
+def test_who_may_not_port_forward_is_told_how_to_check_it(api: KubernetesApi) -> None:
+    api.denied = {"portforward"}
+    api.pods = [pod("decode-0", 7311, ip=UNREACHABLE_IP)]
+    (fault,) = find(FORWARD).faults
+    assert fault.code == "not-permitted"
+    assert "kubectl auth can-i get pods/portforward -n serving" in fault.message
