@@ -146,7 +146,7 @@ def scripted(command: Open, agent: Agent, content: Content, send: Send) -> Itera
     """
     number = command.room.number
     if content.start.verify:  # otherwise nobody looks at the bytes, and the fill takes longer than the transfer
-        content.fill_room(content.rooms[number])
+        content.fill_rooms([content.rooms[number]])
     begun_ns = time.monotonic_ns()
     groups = _split(agent.layers, command.groups) if command.groups > 1 else []
     send.prefetch(groups)

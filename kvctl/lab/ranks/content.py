@@ -217,14 +217,30 @@ class Content:
         if self._filled == batch:
             return
         self._filled = batch
-        for room in self.rooms.values():
-            self.fill_room(room)
+        self.fill_rooms(list(self.rooms.values()))
 
-    def fill_room(self, room: Room) -> None:
-        """Writes the test pattern into one room's pages, state items and aux row."""
-        for view, bases in self.with_bases(room):
-            self.store.fill(view, self.items[room.number][view.shard.segment.index], bases)
-        self.aux()[self.slots[room.number]] = aux_row(self.start.seed, room.index, AUX_ROW_BYTES)
+    def fill_rooms(self, rooms: Sequence[Room]) -> None:
+        """Writes the test pattern into the pages, state items and aux rows of rooms."""
+        for view, pages, bases in self.pages_with_bases(rooms):
+            self.store.fill(view, pages, bases)
+        for room in rooms:
+            self.aux()[self.slots[room.number]] = aux_row(self.start.seed, room.index, AUX_ROW_BYTES)
+
+    def pages_with_bases(self, rooms: Sequence[Room], cached: bool = True) -> Iterator[tuple[PlaneView, Pages, Words]]:
+        """Yields (view, pages, bases) for every view: the pages or items of all rooms, one after the other.
+
+        Together they lie close to one another in the pool, so that pools on devices need few copies.
+
+        Args:
+            cached: whether to include pages that are not transferred because decode has them cached.
+        """
+        for views in zip(*map(self.with_bases, rooms), strict=True):
+            pages, bases = [], []
+            for room, (view, words) in zip(rooms, views, strict=True):
+                first = 0 if cached else self.cached(room, view.shard.segment)
+                pages.append(self.items[room.number][view.shard.segment.index][first:])
+                bases.append(words[first * view.rows.per_page * view.rows.heads :])
+            yield view, np.concatenate(pages), np.concatenate(bases)
 
     def poison(self) -> None:
         """Fills the whole pool with poison, so that correct content found later must have been transferred."""

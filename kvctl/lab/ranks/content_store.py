@@ -22,6 +22,9 @@ from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import SegmentMemory
 
 _BLOCK_BYTES = 256 << 10
+# Copies between a device and the host: the bytes that take as long as starting a copy, and the most in one.
+_COPY_BYTES = 100 << 10
+_SPAN_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,11 @@ class HostStore:
 
 
 class MirrorStore(HostStore):
-    """Store for a pool on a device that copies each page to or from host memory."""
+    """Store for a pool on a device, through copies in host memory.
+
+    Pages that lie near one another are copied at once, with what is between them: each copy takes as long as some
+    further 100 KiB, and a pool of small pages, such as those of one token, has millions of them.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -187,8 +194,8 @@ class MirrorStore(HostStore):
         dense, order = _dense(view, len(pages)), np.arange(len(pages))
         for plane, base in view.addresses():
             view.writer.fill(dense.reshape(-1), order, bases, plane)
-            for page, content in zip(pages.tolist(), dense, strict=True):
-                self._upload(view, base, page, content)
+            # Only prefill ranks are filled, and nothing else writes to their pools.
+            self._upload(view, base, pages, dense, _COPY_BYTES)
 
     def check(
         self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
@@ -201,53 +208,79 @@ class MirrorStore(HostStore):
         return None
 
     def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
-        page = _dense(view, 1)
-        page.fill(POISON)
         for _, base in view.addresses():
             if pages is None:
                 # Between the elements are only those of other planes, which are all filled.
                 self._device.fill(base, (view.num_slots - 1) * view.strides.page + _page_extent(view), POISON)
-            for index in () if pages is None else pages.tolist():
-                self._upload(view, base, index, page)
+            else:
+                # Parts of other rooms may land in the pages between these.
+                self._upload(view, base, pages, np.full((len(pages), view.rows.page_bytes), POISON, np.uint8), 0)
 
     def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
+        step = max(1, _SPAN_BYTES // view.rows.page_bytes)
         for plane, base in view.addresses():
-            for at in range(len(pages)):
-                (found,) = self._download(view, base, pages[at : at + 1])
-                if (found != POISON).any():
-                    yield WrittenPage(plane, int(pages[at]), found)
+            for first in range(0, len(pages), step):
+                some = pages[first : first + step]
+                found = self._download(view, base, some)
+                hits = np.flatnonzero((found != POISON).any(axis=1))
+                if len(hits):
+                    yield WrittenPage(plane, int(some[hits[0]]), found[hits[0]])
                     break
 
     def _download(self, view: PlaneView, base: int, pages: Pages) -> Bytes:
         dense = _dense(view, len(pages))
-        for page, target in zip(pages.tolist(), dense, strict=True):
-            between, elements = _strided_page(view)
-            self._device.download(base + page * view.strides.page, between)
-            target[:] = elements.reshape(-1)
+        for span in _spans(view, pages, _COPY_BYTES):
+            self._device.download(base + span.offset, span.memory)
+            dense[span.positions] = span.elements[span.pages].reshape(len(span.pages), -1)
         return dense
 
-    def _upload(self, view: PlaneView, base: int, page: int, content: Bytes) -> None:
-        """Writes one page; elements of other planes that lie between those of the page are written unchanged."""
-        addr = base + page * view.strides.page
-        between, elements = _strided_page(view)
-        if elements.size < between.size:
-            self._device.download(addr, between)
-        elements[:] = content.reshape(elements.shape)
-        self._device.upload(addr, between)
+    def _upload(self, view: PlaneView, base: int, pages: Pages, dense: Bytes, gap: int) -> None:
+        """Writes pages; what lies between their elements, and up to `gap` bytes between pages, is written unchanged."""
+        for span in _spans(view, pages, gap):
+            if len(span.pages) * view.rows.page_bytes < span.memory.size:
+                self._device.download(base + span.offset, span.memory)
+            span.elements[span.pages] = dense[span.positions].reshape(-1, *span.elements.shape[1:])
+            self._device.upload(base + span.offset, span.memory)
+
+
+class _Span(NamedTuple):
+    """Host memory for a span of a plane that is copied at once.
+
+    Attributes:
+        offset: bytes from the start of the plane to that of the span.
+        memory: the span's bytes.
+        elements: view `[pages, rows, heads, bytes]` of the plane's elements in the span.
+        pages: indices in `elements` of the pages that are wanted.
+        positions: their positions in the list of wanted pages.
+    """
+
+    offset: int
+    memory: Bytes
+    elements: Bytes
+    pages: Pages
+    positions: Pages
+
+
+def _spans(view: PlaneView, pages: Pages, gap: int) -> Iterator[_Span]:
+    """Divides pages into spans of pages that are adjacent, or less than `gap` bytes apart, in ascending order."""
+    if not len(pages):
+        return
+    rows, strides = view.rows, view.strides
+    order = np.argsort(pages)
+    at = pages[order].astype(np.int64) * strides.page
+    cuts = (np.diff(at) > strides.page + gap) | (np.diff(at // _SPAN_BYTES) > 0)
+    for positions in np.split(order, np.flatnonzero(cuts) + 1):
+        first, last = int(pages[positions[0]]), int(pages[positions[-1]])
+        memory = np.empty((last - first) * strides.page + _page_extent(view), np.uint8)
+        shape = last - first + 1, rows.per_page, rows.heads, rows.row_bytes
+        elements = np.lib.stride_tricks.as_strided(memory, shape, (*strides, 1))
+        yield _Span(first * strides.page, memory, elements, pages[positions] - first, positions)
 
 
 def _page_extent(view: PlaneView) -> int:
     """Returns the bytes from the first to the last element of a page."""
     rows, (_, row, head) = view.rows, view.strides
     return (rows.per_page - 1) * row + (rows.heads - 1) * head + rows.row_bytes
-
-
-def _strided_page(view: PlaneView) -> tuple[Bytes, Bytes]:
-    """Returns memory of the extent of a page, and a view `[rows, heads, bytes]` of the page's elements in it."""
-    rows, (_, row, head) = view.rows, view.strides
-    between = np.empty(_page_extent(view), np.uint8)
-    shape = rows.per_page, rows.heads, rows.row_bytes
-    return between, np.lib.stride_tricks.as_strided(between, shape, (row, head, 1))
 
 
 def _dense(view: PlaneView, pages: int) -> Bytes:

@@ -7,7 +7,7 @@ pages and items that were transferred, poison everywhere else, including cached 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -31,8 +31,9 @@ def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyR
     """
     rooms = [room for room in content.rooms.values() if room.number not in failed]
     report = VerifyReport(rooms=len(rooms), bytes=0, mismatches=[], bad_rooms=[])
+    sound = mode == "full" and _all_sound(content, rooms)
     for room in rooms:
-        nbytes, wrong = verify_room(content, room, mode)
+        nbytes, wrong = _verified(content, room) if sound else verify_room(content, room, mode)
         report["bytes"] += nbytes
         if wrong is not None:
             report["bad_rooms"].append(room.index)
@@ -48,6 +49,25 @@ def verify(content: Content, mode: str, failed: Collection[int] = ()) -> VerifyR
     report["mismatches"].extend(strays(content, quiet, content.free_slots))
     del report["mismatches"][MAX_MISMATCHES:]
     return report
+
+
+def _all_sound(content: Content, rooms: Sequence[Room]) -> bool:
+    """Returns whether all rooms have the test pattern in all layers; compares them together, which takes less time."""
+    return all(
+        content.store.check(view, pages, bases, [0] * view.shard.num_layers, len(pages)) is None
+        for view, pages, bases in content.pages_with_bases(rooms, cached=False)
+    )
+
+
+def _verified(content: Content, room: Room) -> tuple[int, Mismatch | None]:
+    """Returns what `verify_room` does for a room whose pages and state items are sound."""
+    nbytes = sum(
+        (len(content.items[room.number][view.shard.segment.index]) - content.cached(room, view.shard.segment))
+        * view.shard.num_layers
+        * view.rows.page_bytes
+        for view in content.views
+    )
+    return nbytes, _verify_aux(content, room)
 
 
 def verify_room(content: Content, room: Room, mode: str = "full") -> tuple[int, Mismatch | None]:

@@ -41,7 +41,7 @@ class Rooms:
         return self.content.pages(number).tolist()
 
     def fill(self, number: int) -> None:
-        self.content.fill_room(self.content.rooms[number])
+        self.content.fill_rooms([self.content.rooms[number]])
 
     def verify(self, number: int) -> tuple[int, Mismatch | None]:
         return self.verifier.verify(number)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvctl.lab.ranks import content as of_content
+from kvctl.lab.ranks import content_store
 from kvctl.lab.ranks.content import Content, allocate_pool
 from kvctl.lab.ranks.content_store import PlaneView
 from kvctl.lab.ranks.messages import Room, Start
@@ -392,3 +393,54 @@ def test_rows_behind_the_last_transfer_page_are_not_written():
         assert (rows[14:] == POISON).all()
         assert (rows[:14] != POISON).any(axis=(1, 2)).all()
         assert verify(content, "full")["mismatches"] == []
+
+
+class CountingDevice(HostDevice):
+    """Records (address, bytes) of every copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads: list[tuple[int, int]] = []
+        self.downloads: list[tuple[int, int]] = []
+
+    def upload(self, addr: int, data: Bytes) -> None:
+        self.uploads.append((addr, data.nbytes))
+        super().upload(addr, data)
+
+    def download(self, addr: int, out: Bytes) -> None:
+        self.downloads.append((addr, out.nbytes))
+        super().download(addr, out)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> CountingDevice:
+    device = CountingDevice()
+    monkeypatch.setattr(of_content, "open_device", lambda index: device)
+    monkeypatch.setitem(WHERE, "device", 0)
+    return device
+
+
+def test_small_pages_of_a_device_are_copied_together(counting: CountingDevice, content: Content):
+    content.fill(0)
+    planes = sum(each.shard.num_layers for each in content.views)
+    assert len(counting.uploads) == planes
+    assert verify(content, "full")["mismatches"] == []
+    copies = len(counting.downloads)
+    assert verify(content, "full")["mismatches"] == []
+    assert len(counting.downloads) - copies == 2 * planes  # those of rooms, and those of nobody
+
+
+def test_a_span_of_copies_is_bounded(counting: CountingDevice, content: Content, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(content_store, "_SPAN_BYTES", 2 * deck(content, "k").rows.page_bytes)
+    content.fill(0)
+    assert verify(content, "full")["mismatches"] == []
+    assert max(nbytes for _, nbytes in counting.downloads) <= 2 * deck(content, "k").rows.page_bytes
+
+
+def test_poison_of_a_device_s_pages_writes_nothing_between_them(counting: CountingDevice, content: Content):
+    view, pages = deck(content, "k"), np.array([5, 1, 2])
+    content.store.poison(view, pages)
+    size = view.rows.page_bytes
+    assert counting.uploads == [
+        (base + page * size, count * size) for _, base in view.addresses() for page, count in ((1, 2), (5, 1))
+    ]
