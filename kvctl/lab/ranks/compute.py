@@ -131,7 +131,7 @@ class Forward:
                     send.finish(*finals, pages, group_pages=group_pages)
                 else:
                     send.pages(pages, group_pages=group_pages)
-        if groups or not chunks:
+        if groups:
             send.finish(*finals)
 
 
