@@ -17,13 +17,13 @@ _INCARNATION = re.compile(r"#[0-9a-f]{6}$")
 
 
 @lru_cache(maxsize=4096)  # of the same names each second in kvctl top
-def natural_key(name: str) -> list[tuple[int, int, str]]:
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Returns a sort key that orders `decode-2` before `decode-10`, and host `n2` before `n10`."""
     pieces: list[tuple[int, int, str]] = []
     for each in _PIECES.findall(name):
         digits = each.lstrip("0") if each.isdecimal() else ""  # int() rejects numbers with thousands of digits
         pieces.append((0, len(digits), digits) if each.isdecimal() else (1, 0, each))
-    return pieces
+    return tuple(pieces)
 
 
 def original_name(name: str, host: str) -> str:

@@ -85,6 +85,8 @@ def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int, re
     """
     if settings.from_file is not None and not redact:
         raise click.UsageError("--from copies a recording to redact it: add --redact")
+    if settings.from_file is not None and (settings.endpoints or settings.labels or for_ns is not None):
+        raise click.UsageError("--from copies a whole recording: leave out -e, -l and --for")
     output = Output(settings)
     output.selection(RECORDED)
     shown = sys.stderr.isatty() and not settings.quiet and for_ns is not None

@@ -26,7 +26,7 @@ REQUEST_BYTES = 8192
 """Longest request: its first line and its headers."""
 
 TEXT = "text/plain; charset=utf-8"
-_CLIENTS = 256
+_CLIENTS = 32
 _LEAST_S = 0.1  # that a client has before it is disconnected in favour of another
 _POLL_S = 0.1
 _ACCEPT_EVERY_S = 0.01
@@ -85,7 +85,7 @@ class _SharedPage:
         asked_s = time.monotonic()
         with self._lock:
             if self._began_s <= asked_s:
-                time.sleep(max(0.0, self._not_before_s - asked_s))
+                time.sleep(max(0.0, self._not_before_s - time.monotonic()))
                 self._began_s = time.monotonic()
                 try:
                     self._answer = self._page()

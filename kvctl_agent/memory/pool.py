@@ -98,7 +98,7 @@ class KVPool:
         v: Tensors | None,
         *,
         page_size: int,
-        total_kv_heads: int = 1,
+        total_kv_heads: int | None = None,
         aux: Any = None,
         k_scale: Tensors | None = None,
         v_scale: Tensors | None = None,
@@ -119,7 +119,7 @@ class KVPool:
                 latent rows, `[tokens, dim]` or `[tokens, 1, dim]`, which every tensor-parallel rank has (MLA).
             v: V of each layer, `[tokens, heads_local, v_dim]`, of the same dtype; None for latents.
             page_size: Tokens per page; `tokens` must be a multiple of it.
-            total_kv_heads: KV heads of the model, from its configuration; 1 for latents.
+            total_kv_heads: KV heads of the model, from its configuration; omitted for latents.
             aux: One row per request slot, `[slots, ...]`, contiguous, on the CPU; or a list of such tensors, or of
                 (address, nbytes, item_bytes) of host memory, of which an aux row consists in this order. The caller
                 keeps memory given by addresses alive.
@@ -140,7 +140,9 @@ class KVPool:
             MemoryLayoutError: a tensor is unusable; the text names the layer and the tensor.
             DeviceUnavailable: the tensors are on a GPU, and the packages for GPUs are not installed.
         """
-        kv = DraftKV(k, v, total_kv_heads, k_scale, v_scale, axes, dtype)
+        if total_kv_heads is None and v is not None:
+            raise MemoryLayoutError("total_kv_heads= is missing: pass the KV heads of the model, of all ranks together")
+        kv = DraftKV(k, v, total_kv_heads or 1, k_scale, v_scale, axes, dtype)
         page_size = check_size("page_size", page_size, error=MemoryLayoutError)
         if not isinstance(draft, DraftKV | None):
             raise MemoryLayoutError(f"draft is {shown(draft)}: it must be a DraftKV")

@@ -201,6 +201,7 @@ class RegionDocuments:
         self.cells: Callable[[], Sequence[int]] = reader.cells
         self._asked = 0
         self._asked_ns = 0
+        self.expired = False  # whether an action may have changed what was published
         self._read: dict[Document, tuple[Published, Any]] = {}
 
     def read(self, document: Document, kind: type[Kind]) -> Kind:
@@ -232,10 +233,11 @@ class RegionDocuments:
     def ask(self) -> bool:
         """Asks the agent to publish its documents anew; returns whether `served` will tell when it has."""
         now_ns = time.monotonic_ns()
-        if self._builders is not None or now_ns - self._asked_ns < _ASK_AGAIN_NS:
+        if self._builders is not None or (now_ns - self._asked_ns < _ASK_AGAIN_NS and not self.expired):
             return not self.served()
         try:
             self._asked, self._asked_ns = self._reader.ask(Cell.WANTED), now_ns
+            self.expired = False
         except RegionError:
             return False
         if self.wake is not None:
@@ -252,7 +254,7 @@ class RegionDocuments:
 
     def expire(self) -> None:
         """Makes the next `ask` ask, however early: an action may have changed what was published."""
-        self._asked_ns = 0
+        self.expired = True
 
 
 def encoded(fields: Mapping[str, Any], keys: Sequence[str], rows: Sequence[msgspec.Raw]) -> bytes:

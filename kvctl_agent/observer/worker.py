@@ -273,7 +273,7 @@ class Worker:
         self._look.begin(self.service.moment())
         self.rank.state()
         at_ns = self.documents.at_ns(Document.STATE)
-        return at_ns is not None and time.monotonic_ns() - at_ns < _RECENT_NS
+        return not self.documents.expired and at_ns is not None and time.monotonic_ns() - at_ns < _RECENT_NS
 
     def _carry_out(self, command: str, arguments: dict[str, Any]) -> Any:
         if self.ended:

@@ -16,7 +16,7 @@ import msgspec
 from kvctl_agent.contract.choices import RANK0
 
 # Optional additions keep this number; a frame of another version is refused.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack has no larger integers
 U32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]

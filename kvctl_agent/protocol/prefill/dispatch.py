@@ -468,6 +468,8 @@ class Forwards:
             self._take_pages(room, pages)
         if event.pages is not None:
             self.on_send_pages(event.pages)
+            if self.state.rooms.get(event.room) is not room:
+                return  # this rank owes nothing, and the decode ranks had the room before
         if not room.computed.complete:
             self._take_pages(room, ev.SendPages(event.room, np.empty(0, np.int32), True, event.at_ns))
         if room.failure is not None:

@@ -174,6 +174,6 @@ def test_of_many_workers_none_is_asked_for_a_state_that_is_young(workers: int, a
     worker.siblings = lambda: workers
     assert worker.call("status")["accepting"]
     assert region.cells[Cell.WANTED] == asks
-    worker.documents.expire()
-    worker.call("peers")
+    worker.documents.expire()  # an operator has changed something
+    worker.call("status")
     assert region.cells[Cell.WANTED] == asks + 1

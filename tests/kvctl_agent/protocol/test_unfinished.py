@@ -56,6 +56,18 @@ def test_the_last_pages_are_the_end_where_nothing_else_is_wanted() -> None:
     world.check_empty()
 
 
+def test_a_room_that_ends_with_the_last_pages_ends_once() -> None:
+    """Its decode rank had all of it in its cache, and said so before the engine finished."""
+    world, room = opened(2, prefix=2)
+    assert room.state is RoomState.SUCCESS
+    pages = ev.SendPages(ROOM, np.arange(2, dtype=np.int32), True, 1)
+    actions = world.p().handle(ev.Finish(ROOM, -1, 1, (), pages), world.now_ns)
+    states = [action.state for action in actions if isinstance(action, ev.StateChanged)]
+    assert states.count(RoomState.SUCCESS) == 1
+    assert not world.p().rooms
+    assert not folded(world.p().telemetry).transfers.in_transfer()
+
+
 def test_also_on_a_rank_that_owes_nothing() -> None:
     world, room = opened(2, prefix=2)
     assert room.state is RoomState.SUCCESS
