@@ -301,10 +301,10 @@ def schemas() -> dict[str, list[str]]:
         assert command is not None
         for path, view in _printed(command, name):
             found.setdefault(view, []).append(path)
-    others = {"demo-faults": "demo --list-faults", "key": "key new", "recording": "record"}
+    others = {"demo-faults": "demo --list-faults", "key": "key new"}
     others |= {"bench": "bench", "bench-plan": "bench --plan", "bench-servers": "bench --engine sglang", "tune": "tune"}
     found |= {name: [path] for name, path in others.items()}
-    found |= {"status_watch": ["status -w"]}
+    found |= {"recording": ["record", "debug bundle"], "status_watch": ["status -w"]}
     found["failed_causes"] = ["rooms failed --by cause"]
     return dict(sorted(found.items()))
 

@@ -102,7 +102,7 @@ LONGEST = (
     "kvctl/test_image.py",
     "kvctl/test_krew.py",
     "kvctl/commands/test_json_documents.py",
-    "kvctl/commands/test_debug_real.py",
+    "kvctl/commands/test_record_real.py",
     "kvctl/commands/test_newcomer.py",
     "kvctl_agent/agent/test_layout_pairs.py",
     "kvctl_agent/agent/test_layouts.py",

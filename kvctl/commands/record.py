@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -53,6 +53,11 @@ class Span(click.ParamType[int]):
         return ns
 
 
+redact_option = click.option(
+    "--redact", is_flag=True, help="Replace names of hosts and users, addresses, paths and keys."
+)
+
+
 @click.command(
     cls=KvctlCommand,
     examples=[
@@ -68,7 +73,7 @@ class Span(click.ParamType[int]):
 @click.option(
     "--every", "every_ns", type=Span(), default="1s", show_default=True, metavar="TIME", help="Time between snapshots."
 )
-@click.option("--redact", is_flag=True, help="Replace names of hosts and users, addresses, paths and keys.")
+@redact_option
 @pass_settings
 def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int, redact: bool) -> None:
     """Save to FILE everything that the reading commands show, and with --for all events between the snapshots.
@@ -83,14 +88,23 @@ def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int, re
     With --redact each host, user, address, path and key gets another name (host-1, path-3), the same everywhere; names
     of agents stay. With --from an older recording is redacted.
     """
+    save(settings, file, for_ns or 0, every_ns, redact)
+
+
+def save(settings: Settings, file: Path, for_ns: int, every_ns: int, redact: bool) -> NoReturn:
+    """Saves snapshots of the fleet, or the recording of --from, and exits; prints what the file has and how to read it.
+
+    Args:
+        for_ns: time from the first snapshot to the last; 0 for a single snapshot.
+    """
     if settings.from_file is not None and not redact:
         raise click.UsageError("--from copies a recording to redact it: add --redact")
     if settings.from_file is not None and (settings.endpoints or settings.labels or for_ns is not None):
         raise click.UsageError("--from copies a whole recording: leave out -e, -l and --for")
     output = Output(settings)
     output.selection(RECORDED)
-    shown = sys.stderr.isatty() and not settings.quiet and for_ns is not None
-    series = Series(for_ns or 0, every_ns, _draw if shown else lambda *_: None)
+    shown = sys.stderr.isatty() and not settings.quiet and for_ns > 0
+    series = Series(for_ns, every_ns, _draw if shown else lambda *_: None)
     change = Redaction.of_this_machine().snapshot if redact else unchanged
     with source(settings) as fleet:
         saving = save_recording(fleet, file, series, change, settings.from_file)

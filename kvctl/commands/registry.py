@@ -43,6 +43,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Record": {
         "record": "Record the fleet to a file, for --from and for reports.",
+        "debug": "Save a bundle: a recording for a bug report.",
     },
     "Set up": {
         "config": "Configuration of the agents, with the origin of each value.",

@@ -25,7 +25,7 @@ staging; staging map; layers; peers; peers matrix; peers cost; peers diff prefil
 peers probe --busy prefill-0 decode-0; peers forget nobody -y; nics; bootstrap; metrics; metrics schema; events
 config; config show --origin; config explain checksum; config set waiting_timeout_s 200 -y; health
 health codes; health explain KV_PEER_LOST; doctor; check
-version; stacks; record {file}
+version; stacks; record {file}; debug bundle {bundle}
 drain prefill-0 -y; status; agents; check ready; doctor; resume prefill-0 -y; rooms abort {room} -y; rooms failed
 rooms failed --by cause
 staging release decode-0:1 -y; context ls; key new {key}; demo --list-faults; bench --plan
@@ -63,6 +63,7 @@ def test_every_document_is_as_documented(
     assert kvctl("context", "add", "prod", "-e", "tcp://a:7000").code == 0
     names = {
         "file": tmp_path / "x.kvrec",
+        "bundle": tmp_path / "y.kvrec",
         "key": tmp_path / "x.key",
         "log": Path(__file__).parents[1] / "logs" / "lines.toml",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,31 @@ def test_what_is_recorded_with_redact_has_no_name_of_this_machine(fleet: Any, kv
     for args in (("rooms", "-o", "tsv"), ("staging", "-o", "tsv")):
         live = kvctl(*args).out.replace("cmpl-7f3a", "request-1")
         assert kvctl(*args, "--from", str(path)).out == live
+
+
+def test_a_bundle_is_a_recording_of_two_moments(
+    fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = kvctl("debug", "bundle", "--redact")
+    (path,) = tmp_path.iterdir()
+    assert re.fullmatch(r"kvctl-bundle-\d{8}-\d{6}\.kvrec", path.name)
+    assert outcome.code == 0
+    assert f"saved to {path.name}: kvctl status --from {path.name}" in outcome.err
+    first, second = load(path)
+    assert second.at_ns - first.at_ns >= 2_000_000_000
+    assert os.environ["KVCTL_SOCKET_DIR"] not in json.dumps([first.document(), second.document()])
+    assert sorted(row["agent"] for row in kvctl("agents", "-o", "json", "--from", path.name).data) == sorted(fleet)
+
+
+def test_a_bundle_has_the_options_of_a_recording(
+    fleet: Any, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvctl.commands.debug._APART_NS", 1_000_000)
+    path, public = tmp_path / "a.kvrec", tmp_path / "b.kvrec"
+    assert kvctl("debug", "bundle", str(path)).code == 0
+    copied = kvctl("debug", "bundle", "--from", str(path), str(public))
+    assert (copied.code, "add --redact" in copied.err) == (2, True)
+    assert kvctl("debug", "bundle", "--from", str(path), str(public), "--redact").code == 0
+    texts = [json.dumps([each.document() for each in load(file)]) for file in (path, public)]
+    assert [os.environ["KVCTL_SOCKET_DIR"] in text for text in texts] == [True, False]
