@@ -104,14 +104,20 @@ def test_replies_come_in_the_order_of_the_requests(fleet: Any, socket_directory:
     assert all(reply.rtt_ns > 0 and reply.fault is None for reply in replies)
 
 
-def test_silence_is_a_timeout_and_costs_the_deadline_only(socket_directory: Path) -> None:
+def test_silence_is_a_timeout_and_costs_the_deadline_only(socket_directory: Path, at_best: Any) -> None:
+    reply: Any = None
     with agent_at(socket_directory / "mute.sock", lambda frames: None) as endpoint:
-        started = time.monotonic()
-        (reply,) = ask(endpoint, HELLO, timeout_ns=FAST_NS)
-        assert time.monotonic() - started < 30
+
+        def took() -> float:
+            nonlocal reply
+            started = time.monotonic()
+            (reply,) = ask(endpoint, HELLO, timeout_ns=600_000_000)
+            return time.monotonic() - started
+
+        at_best(took, 0.8)  # all of them end after 0.9 s
     assert reply.fault is not None
     assert reply.fault.code == "timeout"
-    assert "0.15 s" in reply.fault.message
+    assert "0.6 s" in reply.fault.message
 
 
 def test_an_agent_that_ended_before_it_answered_does_not_hang(socket_directory: Path) -> None:
@@ -374,6 +380,21 @@ def test_a_silent_agent_is_reported_also_without_a_free_descriptor(socket_direct
     assert reply.fault is not None
     assert reply.fault.code is FaultCode.TIMEOUT
     assert reply.fault.message.startswith("was not reached: 1 more file descriptors are needed and 0 are free")
+
+
+def test_agents_beyond_the_limit_of_connections_do_not_prolong_the_call(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch, at_best: Any
+) -> None:
+    monkeypatch.setattr(Fanout, "_connections_allowed", lambda *_: 1)
+    with mixed_agents(socket_directory, answering=0, silent=12) as endpoints, Fanout() as fanout:
+
+        def took() -> float:
+            started = time.monotonic()
+            replies = fanout.ask([(endpoint, HELLO) for endpoint in endpoints], FAST_NS)
+            assert all(reply.fault is not None for reply in replies)
+            return time.monotonic() - started
+
+        at_best(took, 3 * FAST_NS / 1e9)
 
 
 def test_connections_beyond_the_limit_are_opened_when_others_are_done(

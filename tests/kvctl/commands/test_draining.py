@@ -117,3 +117,4 @@ def test_a_drain_that_failed_is_not_waited_for(start: Any, canned: Any, kvctl: A
     outcome = kvctl("drain", "decode-0", "--yes", "--wait", "60s")
     assert outcome.code == 1
     assert "SGLang owns admission" in outcome.err
+    assert "takes new rooms" not in outcome.err, "what wait says of an agent that does not drain"
