@@ -90,10 +90,13 @@ def test_a_full_disk_leaves_neither_part_nor_loss(
     assert [each.name for each in tmp_path.iterdir()] == ["old.kvrec"]
 
 
-def test_a_file_is_copied_only_to_redact_it(fleet: Any, kvctl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--redact", "-e", "prefill-0"), ("--redact", "--for", "1s")])
+def test_a_file_is_copied_whole_and_only_to_redact_it(
+    fleet: Any, kvctl: Any, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     path = tmp_path / "old.kvrec"
     assert kvctl("record", str(path)).code == 0
-    outcome = kvctl("record", "--from", str(path), str(tmp_path / "new.kvrec"))
+    outcome = kvctl("record", "--from", str(path), str(tmp_path / "new.kvrec"), *options)
     assert (outcome.code, [each.name for each in tmp_path.iterdir()]) == (2, ["old.kvrec"])
 
 
