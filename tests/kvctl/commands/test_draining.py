@@ -43,10 +43,7 @@ def test_one_of_two_decode_ranks(start: Any, canned: Any, kvctl: Any) -> None:
     doctor = kvctl("doctor", "-o", "json")
     (found,) = [row for row in doctor.data if row["code"] == "KV_DRAINING"]
     assert (found["severity"], found["next"]) == ("info", RESUME)
-    check = kvctl("check")
-    assert check.code == 0
-    assert check.out.startswith("KVCTL OK - agents 4, ring 37.5 %, active 2, room age 9 s, draining 1 | ")
-    assert "'draining'=1;;;0;" in check.out
+    assert kvctl("check").code == 0
 
 
 @pytest.fixture
