@@ -88,6 +88,8 @@ def record(settings: Settings, file: Path, for_ns: int | None, every_ns: int, re
     With --redact each host, user, address, path and key gets another name (host-1, path-3), the same everywhere; names
     of agents stay. With --from an older recording is redacted.
     """
+    if settings.from_file is not None and for_ns is not None:
+        raise click.UsageError("--from copies a whole recording: leave out -e, -l and --for")
     save(settings, file, for_ns or 0, every_ns, redact)
 
 
@@ -99,7 +101,7 @@ def save(settings: Settings, file: Path, for_ns: int, every_ns: int, redact: boo
     """
     if settings.from_file is not None and not redact:
         raise click.UsageError("--from copies a recording to redact it: add --redact")
-    if settings.from_file is not None and (settings.endpoints or settings.labels or for_ns is not None):
+    if settings.from_file is not None and (settings.endpoints or settings.labels):
         raise click.UsageError("--from copies a whole recording: leave out -e, -l and --for")
     output = Output(settings)
     output.selection(RECORDED)
