@@ -403,11 +403,12 @@ class ControlLoop:
                     self._feed(ev.DeclineRoom(declined.room, declined.reason[:MAX_TEXT]))
             for instance in self._registries.turn(ready, now):
                 self._roster_changed(instance)
+        now = time.monotonic_ns()  # of the whole tick: if the process is stopped from here on, the next tick notes it
         if now >= self._tick_ns and not self._note_stall(now):
             self._tick_ns = now + _TICK_NS
             self._check_liveness(now)
             self._silent_engine.look(now, self._handles.count)
-            self._feed(ev.Tick(self._stalled_ns))
+            self._feed(ev.Tick(self._stalled_ns), now)
             self._stalled_ns = 0
             for peer, text in self._channel.tick(now):  # last: whatever its sockets raise, deadlines are kept
                 self._feed(ev.PeerUnusable(peer, text))
@@ -450,14 +451,14 @@ class ControlLoop:
                 self._feed(self._reported.popleft())
                 self._input.yield_if_due()
 
-    def _feed(self, event: ev.Event) -> None:
-        """Passes one event to the machine and executes the actions that it returns.
+    def _feed(self, event: ev.Event, now_ns: int = 0) -> None:
+        """Passes one event to the machine and executes the actions that it returns; `now_ns` is the present time if 0.
 
         An action that causes another event puts it into `_reported`: if it called this method, the messages of that
         event would overtake those of the actions that are still to be executed.
         """
         try:
-            actions = self._machine.handle(event, time.monotonic_ns())
+            actions = self._machine.handle(event, now_ns or time.monotonic_ns())
         except LocalProtocolError as error:
             self._telemetry.recorder.record("engine", str(error), "error")
             if isinstance(event, ev.SendRoom | ev.OpenRoom):

@@ -44,7 +44,7 @@ def test_each_call_is_noted(make_fleet: Any) -> None:
     assert noted(prefill, lambda: prefill.send(5)) == "send"
 
 
-@pytest.mark.parametrize("call", ["stats", "latencies", "waiting_for", "serving"])
+@pytest.mark.parametrize("call", ["waiting_for", "serving"])
 def test_calls_of_any_thread_are_not(make_fleet: Any, call: str) -> None:
     fleet = make_fleet(prefill=(1, 1), decode=(1, 1)).start()
     cells = fleet.decode[0].telemetry.region.cells

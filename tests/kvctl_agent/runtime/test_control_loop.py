@@ -51,6 +51,7 @@ class StandInMachine:
         self.local: Any = SimpleNamespace(name="decode-0", role="decode", host="host", incarnation=1)
         self.peers: dict[str, Any] = {}
         self.handled: list[Any] = []
+        self.ticks: list[tuple[int, int]] = []  # times, and how long the loop had been held up
         self.answers: dict[int | type[ev.Event], list[ev.Action] | Exception] = {}
         self.open_rooms = 0
         self.unacknowledged: list[int] = []
@@ -63,6 +64,8 @@ class StandInMachine:
 
     def handle(self, event: ev.Event, now_ns: int) -> list[ev.Action]:
         self.handled.append(event)
+        if isinstance(event, ev.Tick):
+            self.ticks.append((now_ns, event.stalled_ns))
         answer = self.answers.get(getattr(event, "room", type(event)), [])
         if isinstance(answer, Exception):
             raise answer
@@ -350,6 +353,21 @@ def test_what_came_while_it_could_not_run_is_read_before_the_next_tick(rig: Rig)
     assert rig.machine.handled.index(ev.SendRoom(2)) < number
     texts = [row["text"] for row in folded(rig.telemetry).recorder.since(None, 1000)["events"]]
     assert any(text.startswith("the control loop was held up for ") for text in texts)
+
+
+def test_a_stop_within_a_tick_counts_for_no_peer_and_is_noted_by_the_next(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_ns: list[int] = []
+
+    def stop(*_: object) -> None:
+        if not stopped_ns:
+            stopped_ns.append(time.monotonic_ns())
+            time.sleep(2)
+
+    monkeypatch.setattr(rig.loop._silent_engine, "look", stop)
+    until(lambda: stopped_ns and any(at_ns > stopped_ns[0] for at_ns, _ in rig.machine.ticks))
+    assert next(held_up_ns for at_ns, held_up_ns in rig.machine.ticks if at_ns > stopped_ns[0]) >= 1_800_000_000
 
 
 def test_idle_it_sleeps(rig: Rig, at_best: AtBest) -> None:
