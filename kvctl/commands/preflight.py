@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,7 +40,8 @@ _TRANSPORTS = ("nixl", "mooncake")
 _MODEL = ("model", "kv_heads", "kind")
 _HOST = re.compile(r"(?:[\w.-]+@)?[\w.:%\[\]-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ROUNDS_OF_SLOW_PAIRS = 2
+# Before pairs that seem slow are measured again, in s: a host that was busy for a moment is not slow.
+_PAUSES_BEFORE_SLOW_PAIRS_S = (0.2, 0.5, 1.0, 2.0, 3.0)
 _LEAST_DEADLINE_NS = 100_000_000
 _ANY_MEMORY_BYTES = 1 << 60
 
@@ -174,8 +176,9 @@ def preflight(settings: Settings, hosts: tuple[tuple[str, str], ...], **options:
         with Preflight(addresses, ranks, pairs, chosen, progress if shown else lambda _: None) as run:
             run.run()
             rows = pair_rows(ranks, pairs, run.results)
-            for _ in range(_ROUNDS_OF_SLOW_PAIRS):
+            for pause_s in _PAUSES_BEFORE_SLOW_PAIRS_S:
                 if slow := [(each["prefill"], each["decode"]) for each in rows if each["verdict"] == "warning"]:
+                    time.sleep(pause_s)
                     run.measure(slow)
                     rows = pair_rows(ranks, pairs, run.results)
             results = run.results

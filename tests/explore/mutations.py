@@ -315,7 +315,13 @@ MUTATIONS = (
         r"grants serial 1 again",
         _serials_again,
     ),
-    Mutation("final parts are counted", Scene(aux=3, states=(1,)), Budget(copies=1), r"succeeds, but|stored twice", _finals_counted),
+    Mutation(
+        "final parts are counted",
+        Scene(aux=3, states=(1,)),
+        Budget(copies=1),
+        r"succeeds, but|stored twice",
+        _finals_counted,
+    ),
     Mutation("an abort frees nothing", Scene(granted=True), Budget(aborts=((D, 7),)), STUCK, _not_freed_on_abort),
     Mutation(
         "a watermark is believed without its incarnation",

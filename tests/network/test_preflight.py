@@ -82,7 +82,7 @@ def verdicts(data: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("transport", ["nixl", "mooncake"])
 def test_a_healthy_network_passes_and_the_lane_is_proven(hosts: Hosts, transport: str) -> None:
     code, data = hosts.found("--deadline", "30s", "--transport", transport)
-    assert (code, data["ok"], problems(data), data["failed_ranks"]) == (0, True, [], {})
+    assert (code, data["ok"], problems(data), data["failed_ranks"]) == (0, True, [], {}), data["findings"]
     assert set(verdicts(data).values()) == {"ok"}
     for row in data["pairs"]:
         assert (row["lane"], row["lane_source"], list(row["carried"])) == ("tcp", "counters", ["eth0"]), row
