@@ -20,7 +20,7 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.bench.page import page
+from kvctl.lab.bench.html_report import html_report
 from kvctl.lab.bench.results import Outcome
 from kvctl.lab.bench.session import Session, Steps, measure
 from kvctl.lab.bench.variants import Variant
@@ -183,5 +183,7 @@ class BenchRun:
         if html is not None:
             command = shlex.join(["kvctl", *sys.argv[1:]])
             result = self._outcome.document()
-            html.write_text(page(shown, result["runs"], result["env"], command, self._started_at), encoding="utf-8")
+            html.write_text(
+                html_report(shown, result["runs"], result["env"], command, self._started_at), encoding="utf-8"
+            )
             self._output.note(f"the report is in {html}")

@@ -29,8 +29,8 @@ from kvctl.commands.stdio import print_error
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.health.host.view import sglang_problem
+from kvctl.lab.bench.html_report import html_report
 from kvctl.lab.bench.machine import fingerprint, nvidia_gpus
-from kvctl.lab.bench.page import page
 from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS, ServerBench
 from kvctl.lab.bench.sglang_models import MODEL_SIZES, Model, model_of
@@ -281,7 +281,7 @@ def _report(
         options["save"].write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
     if options["html"] is not None:
         command = shlex.join(["kvctl", *sys.argv[1:]])
-        text = page(blocks(rows, document), rows, document["env"], command, started_at)
+        text = html_report(blocks(rows, document), rows, document["env"], command, started_at)
         options["html"].write_text(text, encoding="utf-8")
         output.note(f"the report is in {options['html']}")
     output.emit(Report(SERVERS, rows, answered=1, blocks=lambda kept, _width: blocks(kept, document)))

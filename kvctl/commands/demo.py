@@ -20,9 +20,9 @@ from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.demo.faults import Kind, ScheduledFault
+from kvctl.lab.demo.fault_schedule import Kind, ScheduledFault
 from kvctl.lab.demo.fleet import CALM_TIMINGS, FleetPlan, LiveFleet, replaceable
-from kvctl.lab.demo.run import Run
+from kvctl.lab.demo.live_run import Run
 from kvctl.lab.demo.scenarios import SCENARIOS_BY_NAME, Scenario, combined, listed
 from kvctl.lab.demo.traffic import TrafficOptions
 from kvctl.lab.faults.specification import FAULTS_BY_NAME, Fault, parse_faults

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.demo.faults import ScheduledFault
+from kvctl.lab.demo.fault_schedule import ScheduledFault
 from kvctl.lab.demo.fleet import FleetPlan, LiveFleet
 from kvctl.lab.demo.traffic import Traffic, TrafficOptions
 from kvctl.lab.ranks.group import FleetError

@@ -16,10 +16,10 @@ from typing import Any
 from kvctl.client.fleet import Fleet
 from kvctl.client.recorder import Series, save_recording
 from kvctl.errors import CliError
-from kvctl.lab.demo.faults import ScheduledFault
+from kvctl.lab.demo.fault_schedule import ScheduledFault
 from kvctl.lab.demo.fleet import FleetPlan, LiveFleet
+from kvctl.lab.demo.live_run import Run
 from kvctl.lab.demo.room_accounting import SUCCESS, LiveRoom
-from kvctl.lab.demo.run import Run
 from kvctl.lab.demo.traffic import DeadlineMissed, TrafficOptions
 from kvctl.lab.ranks.group import Event, FleetError
 from kvctl.lab.ranks.request import Sizes, parse_instances

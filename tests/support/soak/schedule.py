@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import exp, log
 
-from kvctl.lab.demo.faults import Kind, ScheduledFault
+from kvctl.lab.demo.fault_schedule import Kind, ScheduledFault
 from kvctl.lab.demo.fleet import replaceable
 from kvctl.lab.ranks.plan import PlannedRank
 

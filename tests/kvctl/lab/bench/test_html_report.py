@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import vl_convert
 
-from kvctl.lab.bench.page import page
+from kvctl.lab.bench.html_report import html_report
 from kvctl.render.report import Grid, Text
 from kvctl.render.view import Column, View
 
@@ -30,7 +30,7 @@ def row(side: str, concurrency: int, tokens: int = 512, **figures: Any) -> dict[
 def body_of(*rows: dict[str, Any]) -> ElementTree.Element:
     view = View("bench", (Column("side"), Column("model")))
     blocks = [Text([[("head", "")]]), Grid(view, [{"side": "staged", "model": HOSTILE}])]
-    made = page(blocks, rows, {"lanes": [HOSTILE, "b"]}, HOSTILE, "now")
+    made = html_report(blocks, rows, {"lanes": [HOSTILE, "b"]}, HOSTILE, "now")
     assert "<script" not in made
     return ElementTree.fromstring(made[made.index("<body>") : made.index("</html>")])
 

@@ -78,7 +78,9 @@ _CHARTS = (
 )
 
 
-def page(blocks: Sequence[Block], rows: Sequence[Row], env: Mapping[str, Any], command: str, started_at: str) -> str:
+def html_report(
+    blocks: Sequence[Block], rows: Sequence[Row], env: Mapping[str, Any], command: str, started_at: str
+) -> str:
     """Returns the page, to be written as UTF-8; all texts, some of which are of other machines, are escaped.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-from kvctl.lab.demo.faults import FaultRunner, ScheduledFault
+from kvctl.lab.demo.fault_schedule import FaultRunner, ScheduledFault
 from kvctl.lab.demo.fleet import LiveFleet
 from kvctl.lab.demo.scenarios import Scenario, ScriptRunner
 from kvctl.lab.demo.traffic import Traffic, TrafficOptions
