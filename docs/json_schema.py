@@ -303,6 +303,7 @@ def schemas() -> dict[str, list[str]]:
             found.setdefault(view, []).append(path)
     others = {"demo-faults": "demo --list-faults", "key": "key new"}
     others |= {"bench": "bench", "bench-plan": "bench --plan", "bench-servers": "bench --engine sglang", "tune": "tune"}
+    others |= {"bench-servers-plan": "bench --engine sglang --plan"}
     found |= {name: [path] for name, path in others.items()}
     found |= {"recording": ["record", "debug bundle"], "status_watch": ["status -w"]}
     found["failed_causes"] = ["rooms failed --by cause"]

@@ -99,6 +99,7 @@ CHECKS: dict[str, Callable[[tuple[str, ...]], bool]] = {
     "python": is_run_by_python,
     "benchmarks/gpu.sh": has_its_files,
     "benchmarks/pack_gpu_site.sh": has_its_files,
+    "benchmarks/sglang_layouts.sh": has_its_files,  # tests/kvctl/commands/test_bench_sglang.py
     "docker": has_its_files,
     "kubectl": has_its_files,
     "helm": has_its_files,

@@ -65,8 +65,7 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     if options["engine"] == "sglang":
         from kvctl.commands.bench_sglang import bench_sglang
 
-        given |= {"plan_only"} if plan_only else set()
-        raise click.exceptions.Exit(bench_sglang(output, settings, options, given))
+        raise click.exceptions.Exit(bench_sglang(output, settings, options, given, plan_only))
     if servers := sorted(given & {"sides", "together", "server_args"}):
         raise click.BadParameter("requires --engine sglang", param_hint=f"--{servers[0].replace('_', '-')}")
     request = resolve(options, given)

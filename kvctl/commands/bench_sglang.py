@@ -36,7 +36,7 @@ from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS, ServerBench
 from kvctl.lab.bench.sglang_models import MODEL_SIZES, Model, model_of
 from kvctl.lab.bench.sglang_pairs import SIDES, UNDIVIDED, Pair, ServerPlan, Side, parse_sides
 from kvctl.lab.bench.sglang_servers import CPU_ENVIRONMENT
-from kvctl.lab.bench.sglang_views import SERVERS, blocks
+from kvctl.lab.bench.sglang_views import SERVERS, SERVERS_PLAN, blocks, plan_blocks
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.bench.variants import size
 from kvctl.lab.ranks.messages import Gpu
@@ -112,11 +112,10 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
         output_tokens = options["output_tokens"] or _OUTPUT_TOKENS
         longest = max(load.tokens.longest for load in loads) + max(output_tokens, CHECKED_TOKENS)
         sizes_given = {name: options[name] for name in MODEL_SIZES if options[name] is not None}
-        model = model_of(options["model"], sizes_given, bool(gpus["prefill"]), longest)
+        dp_attention = any(each.dp > 1 for each in sizes.values())
+        model = model_of(options["model"], sizes_given, bool(gpus["prefill"]), longest, dp_attention)
     except ValueError as error:
         raise click.UsageError(f"--engine sglang: {error}") from error
-    if model.llama is not None and max(each.dp for each in sizes.values()) > 1:
-        raise click.UsageError("SGLang's Llama has no DP attention: dp groups need --model with the folder of another")
     sides: tuple[Side, ...] = tuple(each for each in options["sides"] if each.text != UNDIVIDED)
     if not sides:
         raise click.BadParameter(
@@ -191,11 +190,16 @@ def _flag(name: str) -> str:
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def bench_sglang(output: Output, settings: Settings, options: Mapping[str, Any], given: Collection[str]) -> ExitCode:
+def bench_sglang(
+    output: Output, settings: Settings, options: Mapping[str, Any], given: Collection[str], plan_only: bool
+) -> ExitCode:
     """Runs the bench, prints and saves the results, and returns the exit code."""
     started_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    output.selection(SERVERS)
+    output.selection(SERVERS_PLAN if plan_only else SERVERS)
     request = resolve_servers(options, given, nvidia_gpus())
+    if plan_only:
+        output.emit(_planned(request))
+        return ExitCode.OK
     if importlib.util.find_spec("sglang") is None:
         raise CliError(
             "SGLang is not installed in the environment of this kvctl: install kvctl in that of the servers and run it "
@@ -231,6 +235,28 @@ def bench_sglang(output: Output, settings: Settings, options: Mapping[str, Any],
     return code or (ExitCode.FAILED if problems else ExitCode.OK)
 
 
+def _planned(request: ServerRequest) -> Report:
+    """Returns the command lines of all servers; a model with random weights would be in the folder MODEL."""
+    plan = request.plan._replace(model=request.plan.model or "MODEL")
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = _pairs(request, plan, Path(folder))
+    rows = []
+    for pair in pairs:
+        for process in pair.fleet.processes:
+            variables = [f"{name}={shlex.quote(value)}" for name, value in process.environment.items()]
+            command = " ".join([*variables, shlex.join(process.command)])
+            rows.append({"side": pair.side.text, "server": process.name, "command": command})
+    return Report(SERVERS_PLAN, rows, answered=1, blocks=lambda kept, _width: plan_blocks(kept))
+
+
+def _pairs(request: ServerRequest, plan: ServerPlan, folder: Path) -> list[Pair]:
+    names = [re.sub(r"[^\w.=-]+", "-", side.text)[:80] for side in request.sides]
+    return [
+        Pair(side, plan, folder / f"{number}-{name}")
+        for number, (side, name) in enumerate(zip(request.sides, names, strict=True))
+    ]
+
+
 def _bench(request: ServerRequest, folder: Path, steps: Steps) -> ServerBench:
     plan = request.plan
     if request.model.llama is not None:
@@ -240,12 +266,8 @@ def _bench(request: ServerRequest, folder: Path, steps: Steps) -> ServerBench:
         write_checkpoint(folder / "model", shape=Llama(**request.model.llama))
         plan = plan._replace(model=str(folder / "model"))
     steps.expect(request.rounds * len(request.loads) * len(request.sides))
-    names = [re.sub(r"[^\w.=-]+", "-", side.text)[:80] for side in request.sides]
     return ServerBench(
-        [
-            Pair(side, plan, folder / f"{number}-{name}")
-            for number, (side, name) in enumerate(zip(request.sides, names, strict=True))
-        ],
+        _pairs(request, plan, folder),
         request.loads,
         request.rounds,
         request.output_tokens,

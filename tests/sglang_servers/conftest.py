@@ -6,7 +6,6 @@ graphs of decode, and schedulers that spin when idle, as by default, but without
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from kvctl.lab.bench.sglang_checkpoint import CONFIG, HEAD_DIM, LAYERS, write_checkpoint
+from kvctl.lab.bench.sglang_checkpoint import Llama, write_checkpoint
 from kvctl.lab.bench.sglang_servers import CPU_ENVIRONMENT, CPU_FLAGS, Process, Tokens, generation
 from kvctl.lab.tcp_ports import free_port
 from tests.support.observers import end_observer
@@ -102,16 +99,8 @@ def model(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def qwen3(folder: Path) -> Path:
     """As `model`, a Qwen3: SGLang's Llama has no DP attention."""
-    path = folder / "qwen3"
-    write_checkpoint(path)
-    config = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    (path / "config.json").write_text(json.dumps(config))
-    norms = [f"model.layers.{layer}.self_attn.{name}_norm.weight" for layer in range(LAYERS) for name in "qk"]
-    weights = path / "model.safetensors"
-    save_file(
-        {**load_file(weights), **{name: torch.ones(HEAD_DIM) for name in norms}}, weights, metadata={"format": "pt"}
-    )
-    return path
+    write_checkpoint(folder / "qwen3", shape=Llama(qwen3=True))
+    return folder / "qwen3"
 
 
 @pytest.fixture(scope="session")

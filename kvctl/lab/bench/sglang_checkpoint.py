@@ -1,4 +1,4 @@
-"""A Llama with random weights as a checkpoint folder."""
+"""A Llama or Qwen3 with random weights as a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Llama(NamedTuple):
     Attributes:
         positions: the longest request, in tokens.
         dtype: name of a torch type.
+        qwen3: a Qwen3, which is a Llama with norms of q and k: SGLang has DP attention for it.
     """
 
     layers: int = LAYERS
@@ -36,13 +37,14 @@ class Llama(NamedTuple):
     vocabulary: int = VOCABULARY
     positions: int = 4096
     dtype: str = "float32"
+    qwen3: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": ["Qwen3ForCausalLM" if self.qwen3 else "LlamaForCausalLM"],
+            "model_type": "qwen3" if self.qwen3 else "llama",
             "vocab_size": self.vocabulary,
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,
@@ -107,6 +109,9 @@ def write_checkpoint(
                 "mlp.down_proj": weight(hidden, llama.intermediate),
             }.items()
         }
+        if llama.qwen3:
+            norm = torch.ones(llama.head_dim, dtype=dtype)
+            tensors |= {f"model.layers.{layer}.self_attn.{name}_norm.weight": norm.clone() for name in "qk"}
         if shape is not None:  # a large model is never in memory as a whole
             save(tensors, f"layer{layer}.safetensors")
             tensors = {}

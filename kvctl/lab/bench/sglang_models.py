@@ -1,4 +1,4 @@
-"""Models of a bench of SGLang servers: a folder, a name that SGLang resolves, or a Llama with random weights."""
+"""Models of a bench of SGLang servers: a folder, a name that SGLang resolves, or one with random weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Model(NamedTuple):
     """A model of servers.
 
     Attributes:
-        path: folder, or name that SGLang resolves; "": a Llama with random weights, to be written.
+        path: folder, or name that SGLang resolves; "": a model with random weights, to be written.
         shape: what a result says of the model, as `kvctl bench` does.
         vocabulary: tokens of prompts are below this.
         llama: fields of that `Llama`; None: the model exists.
@@ -44,7 +44,7 @@ class Model(NamedTuple):
     llama: Mapping[str, Any] | None = None
 
 
-def model_of(name: str | None, sizes: Mapping[str, int], cuda: bool, longest: int) -> Model:
+def model_of(name: str | None, sizes: Mapping[str, int], cuda: bool, longest: int, dp_attention: bool = False) -> Model:
     """Returns the model that the options name.
 
     Args:
@@ -52,6 +52,7 @@ def model_of(name: str | None, sizes: Mapping[str, int], cuda: bool, longest: in
             without a GPU a tiny one.
         sizes: `MODEL_SIZES` that replace those of the shape.
         longest: tokens of the longest request.
+        dp_attention: random weights are those of a Qwen3: SGLang's Llama has no DP attention.
 
     Raises:
         ValueError: the model is unknown, or cannot have these sizes or random weights.
@@ -61,8 +62,9 @@ def model_of(name: str | None, sizes: Mapping[str, int], cuda: bool, longest: in
         if sizes:
             raise ValueError(f"--model {name} has its own shape, which {', '.join(sizes)} cannot change")
         return Model(str(folder.resolve()) if folder.is_dir() else name, {"model": name}, _vocabulary(folder))
-    label, shape = ("tiny Llama", _TINY) if name is None and not cuda else _known(name or _DEFAULT)
-    llama: dict[str, Any] = {**shape, **sizes, "positions": max(_LEAST_POSITIONS, longest)}
+    family = "Qwen3" if dp_attention else "Llama"
+    label, shape = (f"tiny {family}", _TINY) if name is None and not cuda else _known(name or _DEFAULT, family)
+    llama: dict[str, Any] = {**shape, **sizes, "positions": max(_LEAST_POSITIONS, longest), "qwen3": dp_attention}
     llama["dtype"] = "bfloat16" if cuda else "float32"
     if llama["heads"] % llama["kv_heads"]:
         raise ValueError(f"{llama['heads']} query heads cannot share {llama['kv_heads']} KV heads: change --kv-heads")
@@ -70,16 +72,16 @@ def model_of(name: str | None, sizes: Mapping[str, int], cuda: bool, longest: in
     return Model("", {**shown, **{each: llama[each] for each in MODEL_SIZES}}, llama["vocabulary"], llama)
 
 
-def _known(name: str) -> tuple[str, Mapping[str, int]]:
+def _known(name: str, family: str) -> tuple[str, Mapping[str, int]]:
     try:
         preset = find_model(name)
     except UnknownModel as error:
         raise ValueError(f"{error} A model of your own: --model FOLDER") from error
     if preset.kind != "mha" or preset.states:
         raise ValueError(
-            f"{preset.name} cannot have random weights, which are those of a Llama: give --model its folder"
+            f"{preset.name} cannot have random weights, which are those of a {family}: give --model its folder"
         )
-    return f"Llama of the shape of {preset.name}", {
+    return f"{family} of the shape of {preset.name}", {
         "layers": preset.num_layers,
         "hidden": preset.widths.hidden,
         "heads": preset.widths.q_heads,

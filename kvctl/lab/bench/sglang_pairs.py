@@ -45,7 +45,7 @@ SIDES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """--disaggregation-transfer-backend and environment of each side; an undivided server has no backend."""
 
-_REQUEST_S = 120.0
+_REQUEST_S = 300.0  # hundreds of long prompts at a time wait for each other
 _LATE_S = 2.0
 _PAGE_RESERVE = 512  # tokens that decode reserves for each request
 _LEAST_POOL = 16384
@@ -128,6 +128,8 @@ def role_flags(sizes: Sizes, gpus: Sequence[int]) -> list[str]:
     flags = ["--tp-size", str(sizes.tp * sizes.dp), "--pp-size", str(sizes.pp)]
     if sizes.dp > 1:
         flags += ["--dp-size", str(sizes.dp), "--enable-dp-attention"]
+        if not gpus:  # CPUs lack the operator that exchanges logits
+            flags += ["--enable-dp-lm-head"]
     if gpus:
         step = gpus[1] - gpus[0] if len(gpus) > 1 else 1
         flags += ["--base-gpu-id", str(gpus[0]), "--gpu-id-step", str(step)]
@@ -197,21 +199,19 @@ class Pair:
                 if at_prefill is not None:
                     at_prefill.send()
                 at_decode.send()
-                times: list[float] = []
-                counts: list[int] = []
-                event: Mapping[str, Any] = {}
-                for event in at_decode.events():
-                    times.append(time.perf_counter())
-                    counts.append(len(event["output_ids"]))
-                if not counts or counts[-1] < new_tokens:
-                    raise ServerError(f"{self.decode.name} generated too few tokens: {str(event)[:300]}")
+                # Read first: hundreds of requests share this process, and each event has all tokens so far.
+                arrived = [(time.perf_counter(), line) for line in at_decode.lines()]
+                first, last = (at_decode.event(line) for _, line in (arrived[0], arrived[-1])) if arrived else ({}, {})
+                tokens = last.get("output_ids", [])
+                if len(tokens) < new_tokens:
+                    raise ServerError(f"{self.decode.name} generated too few tokens: {str(last)[:300]}")
             except ServerError as error:
                 raise ServerError(f"{error}{at_prefill.failure() if at_prefill else ''}") from None
             if at_prefill is not None:
                 at_prefill.read()  # a connection that is closed before would abort the request
-        more = counts[-1] - counts[0]
-        token_s = (times[-1] - times[0]) / more if more else None
-        return Generated(event["output_ids"], times[0] - started, token_s)
+        (first_at, _), (last_at, _) = arrived[0], arrived[-1]
+        more = len(tokens) - len(first["output_ids"])
+        return Generated(tokens, first_at - started, (last_at - first_at) / more if more else None)
 
 
 class _Exchange:
@@ -234,15 +234,17 @@ class _Exchange:
         with self._errors():
             self._connection.request("POST", "/generate", self._body, {"Content-Type": "application/json"})
 
-    def events(self) -> Iterator[Mapping[str, Any]]:
-        """Yields the events of the answer as they arrive."""
+    def lines(self) -> Iterator[bytes]:
+        """Yields the lines of the events of the answer as they arrive."""
         with self._errors():
-            for line in self._reply():
-                if line.startswith(b"data:") and b"[DONE]" not in line:
-                    event = json.loads(line[5:])
-                    if "error" in event:
-                        raise ServerError(f"{self._name}: {str(event)[:300]}")
-                    yield event
+            yield from (line for line in self._reply() if line.startswith(b"data:") and b"[DONE]" not in line)
+
+    def event(self, line: bytes) -> Mapping[str, Any]:
+        """Returns the event of a line."""
+        event: dict[str, Any] = json.loads(line.removeprefix(b"data:"))
+        if "error" in event:
+            raise ServerError(f"{self._name}: {str(event)[:300]}")
+        return event
 
     def read(self) -> None:
         """Waits for the end of the answer."""

@@ -34,6 +34,26 @@ SERVERS = View(
     empty="no side completed a round",
 )
 
+SERVERS_PLAN = View(
+    "bench-servers-plan",
+    (
+        Column("side", help=_SIDE),
+        Column("server", help="prefill, decode, or server, which is the undivided one."),
+        Column("command", help="Its variables and its command line, for a shell."),
+    ),
+    empty="no servers",
+)
+
+
+def plan_blocks(rows: Sequence[Row]) -> list[Block]:
+    """Returns the terminal output of a plan: command lines, which a table would cut."""
+    lines = [
+        [(f"# {row['side']}: {row['server']}", "bold")] if title else [(row["command"], "")]
+        for row in rows
+        for title in (True, False)
+    ]
+    return [Text(lines)]
+
 
 def blocks(rows: Sequence[Row], document: Mapping[str, Any]) -> list[Block]:
     """Returns the terminal output: the setup, the table, and how to read it.

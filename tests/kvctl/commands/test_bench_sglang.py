@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import click
 import pytest
@@ -15,6 +20,9 @@ from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.ranks.messages import Gpu
 from kvctl.lab.ranks.request import Load, Sizes, Tokens
+
+
+LAYOUTS_SCRIPT = Path(__file__).parents[3] / "benchmarks" / "sglang_layouts.sh"
 
 
 def gpus(count: int) -> Mapping[int, Gpu]:
@@ -76,6 +84,13 @@ def test_decode_has_the_gpus_after_prefill(
     assert (plan.prefill_gpus, plan.decode_gpus) == (prefill, decode)
 
 
+def test_random_weights_for_dp_attention_are_those_of_a_qwen3() -> None:
+    model = ask("--prefill-tp", "4", "--decode-dp", "4", found=4).model
+    assert (model.llama or {})["qwen3"] is True
+    assert model.shape["model"] == "random Qwen3 of the shape of llama-3.1-8b"
+    assert (ask("--prefill-tp", "4", found=4).model.llama or {})["qwen3"] is False
+
+
 def test_sizes_and_flags_are_those_of_the_servers() -> None:
     plan = ask("--prefill-tp", "2", "--prefill-pp", "2", "--server-args", "--mem-fraction-static 0.5 --x 'a b'").plan
     assert (plan.prefill, plan.decode) == (Sizes(tp=2, pp=2), Sizes())
@@ -96,7 +111,6 @@ def test_sizes_and_flags_are_those_of_the_servers() -> None:
         (("--prefill-tp", "2", "--prefill-gpus", "0,1,2"), 4, "2 ranks need as many GPUs.* these are 0,1,2"),
         (("--prefill-tp", "3", "--prefill-gpus", "0,1,3"), 4, "evenly spaced"),
         (("--prefill-tp", "4"), 2, "4 ranks need as many GPUs, evenly spaced, of the 2 here"),
-        (("--prefill-dp", "2"), 2, "Llama has no DP attention"),
         (("--model", "lama-3.1-8b"), 0, "unknown model"),
         (("--model", "vendor/name", "--layers", "3"), 0, "its own shape"),
         (("--server-args", "'"), 0, "No closing quotation"),
@@ -113,7 +127,6 @@ def test_what_does_not_fit_is_refused(args: tuple[str, ...], found: int, problem
     [
         (("--sides", "nixl"), "--sides: requires --engine sglang"),
         (("--together",), "--together: requires --engine sglang"),
-        (("--engine", "sglang", "--plan"), "--plan: not with --engine sglang"),
         (("--engine", "sglang"), "SGLang is not installed in the environment of this kvctl"),
     ],
 )
@@ -121,3 +134,35 @@ def test_servers_and_ranks_are_not_mixed(args: tuple[str, ...], problem: str) ->
     result = CliRunner().invoke(bench, args)
     assert result.exit_code != 0
     assert problem in f"{result.output}{result.exception}"
+
+
+def planned_layouts(folder: Path, gpus: int, **variables: str) -> dict[str, list[str]]:
+    """Returns the command lines of the servers of each layout that benchmarks/sglang_layouts.sh would start."""
+    listing = "\n".join(f'echo "{number}, H200, 570"' for number in range(gpus))
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{listing}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    found = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable, "MODEL_FOLDER": str(folder / "models")}
+    environment = {**os.environ, **found, **variables}
+    command = [LAYOUTS_SCRIPT, folder / "out", "--plan"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    _, *parts = re.split(r"^== (.*)\n", done.stdout, flags=re.MULTILINE)
+    return {name: text.splitlines()[1::2] for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def test_the_script_for_many_gpus_starts_each_layout(tmp_path: Path) -> None:
+    planned = planned_layouts(tmp_path, 8, MODELS="60x2", SIDES="staging,kvctl-pipelined")
+    assert [*planned] == [f"{each}-60x2" for each in ("tp4-dp4", "tp4-tp4", "dp4-dp4", "tp2-dp2", "tp2-tp1")]
+    undivided, prefill, decode, *_, pipelined, _ = planned["tp4-dp4-60x2"]
+    assert "--tp-size 4 --pp-size 1 --base-gpu-id 0" in undivided
+    assert "SGLANG_DISAGG_STAGING_BUFFER=1" in prefill
+    assert "--tp-size 4 --pp-size 1 --dp-size 4 --enable-dp-attention --base-gpu-id 4 --gpu-id-step 1" in decode
+    assert "KVCTL_PIPELINE=on" in pipelined
+    assert "--max-total-tokens 262144" not in decode
+
+
+def test_servers_that_share_gpus_have_smaller_pools(tmp_path: Path) -> None:
+    (commands,) = planned_layouts(tmp_path, 4, MODELS="32x8", SIDES="kvctl", LAYOUTS="tp4-dp4").values()
+    for command in commands:
+        assert "--base-gpu-id 0" in command
+        assert re.findall(r"--max-total-tokens (\d+)", command)[-1] == "262144"

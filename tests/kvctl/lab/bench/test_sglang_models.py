@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from kvctl.lab.bench.sglang_checkpoint import Llama, write_checkpoint
 from kvctl.lab.bench.sglang_models import model_of
@@ -67,3 +68,10 @@ def test_a_shape_is_written_a_file_a_layer(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "m", shape=Llama(layers=3, vocabulary=32, dtype="bfloat16"))
     assert len([*(tmp_path / "m").glob("*.safetensors")]) == 3
     assert json.loads((tmp_path / "m" / "config.json").read_text())["num_hidden_layers"] == 3
+
+
+def test_a_qwen3_has_norms_of_q_and_k(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", shape=Llama(layers=1, vocabulary=32, qwen3=True))
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    norms = [name for name in load_file(tmp_path / "m" / "layer0.safetensors") if "_norm" in name]
+    assert norms == ["model.layers.0.self_attn.k_norm.weight", "model.layers.0.self_attn.q_norm.weight"], norms

@@ -55,7 +55,7 @@ class TestFlags:
         ("sizes", "gpus", "flags"),
         [
             (Sizes(tp=2, pp=2), (2, 4, 6, 8), "--tp-size 2 --pp-size 2 --base-gpu-id 2 --gpu-id-step 2"),
-            (Sizes(tp=2, dp=4), (), "--tp-size 8 --pp-size 1 --dp-size 4 --enable-dp-attention"),
+            (Sizes(tp=2, dp=4), (), "--tp-size 8 --pp-size 1 --dp-size 4 --enable-dp-attention --enable-dp-lm-head"),
         ],
     )
     def test_sizes_and_gpus(self, sizes: Sizes, gpus: tuple[int, ...], flags: str) -> None:
