@@ -302,6 +302,9 @@ def servers(
         fleet.router("router"),
         Undivided(fleet.server("alone")) if of_fleet is not model else None,
     )
+    if venv := os.environ.get("SGLANG_DECODE_VENV"):  # of another release
+        for decode in running.decodes.values():
+            decode.command = [f"{Path(venv).absolute()}/bin/python", *decode.command[1:]]
     with fleet:
         yield running
     end_observer(running.socket_dir)

@@ -21,7 +21,6 @@ from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.ranks.messages import Gpu
 from kvctl.lab.ranks.request import Load, Sizes, Tokens
 
-
 LAYOUTS_SCRIPT = Path(__file__).parents[3] / "benchmarks" / "sglang_layouts.sh"
 
 

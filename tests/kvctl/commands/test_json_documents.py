@@ -28,7 +28,8 @@ health codes; health explain KV_PEER_LOST; doctor; check
 version; stacks; record {file}; debug bundle {bundle}
 drain prefill-0 -y; status; agents; check ready; doctor; resume prefill-0 -y; rooms abort {room} -y; rooms failed
 rooms failed --by cause
-staging release decode-0:1 -y; context ls; key new {key}; demo --list-faults; bench --plan; bench --engine sglang --device cpu --plan
+staging release decode-0:1 -y; context ls; key new {key}; demo --list-faults; bench --plan
+bench --engine sglang --device cpu --plan
 agents -e nobody; logs {log}
 """
 
