@@ -1,8 +1,7 @@
 """The combinations of the matrix: every two values of any two axes occur together, the same in every run.
 
-Each combination is the one of several random candidates (with a seed) that covers the most new pairs. First all pairs,
-then pairs for each transport, path and grouping (triples), until there are `COUNT`. Sizes are bounded, because all
-ranks of a process share a core.
+Each combination is the one of several random candidates (with a seed) that covers the most new pairs for each of its
+ranks, since each rank starts an engine.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from tests.matrix.matrix_rig.case import Case
 from tests.matrix.matrix_rig.models import LAYERS, MODELS, fits, same_heads
 
-COUNT = 112
 _SEED = 3
 _DRAWS = 24
-# Ranks of one side times ranks of the other: every pair introduces itself to each other.
-_MOST_PAIRS = 64
-_USUAL_PAIRS = 24
+_MOST_RANKS = 20
 
 # The layers of each pipeline stage; the two sides' uneven stages share no border.
 STAGES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -53,12 +49,16 @@ AXES: dict[str, tuple[object, ...]] = {
 }
 NAMES = tuple(AXES)
 # Heads shared out so that neither side's ranks have whole multiples of the other's: 2 of 12 each to 3 each.
-_WANTED = tuple(
-    {"transport": transport, "path": path, "model": "gqa12", "prefill_tp": 6, "decode_tp": 4}
-    for transport, path in product(AXES["transport"], ("slice", "staged", "auto"))
+_WANTED: tuple[Mapping[str, object], ...] = (
+    *(
+        {"transport": transport, "path": path, "model": "gqa12", "prefill_tp": 6, "decode_tp": 4}
+        for transport, path in product(AXES["transport"], ("slice", "staged", "auto"))
+    ),
+    *(
+        {"transport": transport, "path": path, "grouped": grouped}
+        for transport, path, grouped in product(AXES["transport"], AXES["path"], AXES["grouped"])
+    ),
 )
-# Meetings of three are wanted where one of them is of these.
-_LEADING = ("transport", "path", "grouped")
 
 
 class Combination(NamedTuple):
@@ -122,9 +122,9 @@ class Combination(NamedTuple):
         )
 
     @property
-    def pairs(self) -> int:
-        """Number of pairs of ranks that connect."""
-        return self.prefill.size * self.decode.size
+    def ranks(self) -> int:
+        """Number of ranks of both sides."""
+        return self.prefill.size + self.decode.size
 
     def possible(self) -> bool:
         """Whether this is a legal pair of layouts, exercises all of its values, and is not too large."""
@@ -134,45 +134,26 @@ class Combination(NamedTuple):
             and (self.path != "bulk" or same_heads(self.model, self.prefill_tp, self.decode_tp))
             and (self.cp_mode == "rank0" or self.prefill_cp > 1)
             and (self.early_send or self.prefill_pp != "1")
-            and self.pairs <= _MOST_PAIRS
+            and self.ranks <= _MOST_RANKS
         )
-
-
-class Coverage(NamedTuple):
-    """Number of pairs and triples covered, and possible."""
-
-    pairs: int
-    possible_pairs: int
-    triples: int
-
-    def __str__(self) -> str:
-        return f"{self.pairs} of {self.possible_pairs} pairs of axis values, {self.triples} triples with a leading axis"
 
 
 @cache
 def combinations() -> tuple[Combination, ...]:
-    """Returns the matrix, alternating between the transports where possible."""
+    """Returns the matrix, sorted by transport."""
     source = random.Random(_SEED)
     missing = dict.fromkeys(possible_pairs())
-    fixed: Mapping[str, object]
-    first = list(_WANTED)
-    met: set[tuple[object, ...]] = set()
+    wanted = list(_WANTED)
     chosen: dict[Combination, None] = {}
-    while missing or len(chosen) < COUNT:
-        fixed = first.pop() if first else dict(next(iter(missing))) if missing else {}
-        best = max(_draws(source, fixed, small=not missing), key=lambda drawn: len(_meetings(drawn) - met))
+    while missing:
+        fixed = wanted.pop() if wanted else dict(next(iter(missing)))
+        best = max(
+            _draws(source, fixed), key=lambda drawn: sum(pair in missing for pair in pairs_of(drawn)) / drawn.ranks
+        )
         chosen[best] = None
-        met |= _meetings(best)
-        for pair in _pairs(best):
+        for pair in pairs_of(best):
             missing.pop(pair, None)
     return tuple(sorted(chosen, key=lambda one: one.transport))
-
-
-def coverage(chosen: tuple[Combination, ...]) -> Coverage:
-    """Returns the coverage of a choice of combinations."""
-    pairs = {pair for one in chosen for pair in _pairs(one)}
-    meetings = {meeting for one in chosen for meeting in _meetings(one)}
-    return Coverage(len(pairs), len(possible_pairs()), len(meetings - pairs))
 
 
 @cache
@@ -195,7 +176,7 @@ def _can_be(fixed: Mapping[str, object]) -> bool:
     )
 
 
-def _draws(source: random.Random, fixed: Mapping[str, object], *, small: bool) -> Iterator[Combination]:
+def _draws(source: random.Random, fixed: Mapping[str, object]) -> Iterator[Combination]:
     found = 0
     while found < _DRAWS:
         values = {name: fixed.get(name) if name in fixed else source.choice(AXES[name]) for name in NAMES}
@@ -204,19 +185,14 @@ def _draws(source: random.Random, fixed: Mapping[str, object], *, small: bool) -
         if "early_send" not in fixed and values["prefill_pp"] == "1":
             values["early_send"] = True
         drawn = Combination(**values)  # type: ignore[arg-type]
-        if drawn.possible() and (not small or drawn.pairs <= _USUAL_PAIRS):
+        if drawn.possible():
             found += 1
             yield drawn
 
 
-def _pairs(one: Combination) -> Iterator[tuple[tuple[str, object], ...]]:
+def pairs_of(one: Combination) -> Iterator[tuple[tuple[str, object], ...]]:
+    """The values of every two axes."""
     return choose(zip(NAMES, one, strict=True), 2)
-
-
-def _meetings(one: Combination) -> set[tuple[object, ...]]:
-    leading = [(name, getattr(one, name)) for name in _LEADING]
-    pairs = set(_pairs(one))
-    return pairs.union((lead, *pair) for lead in leading for pair in pairs if lead not in pair)
 
 
 def _side(dp: int, stages: str, cp: int, tp: int, which: int) -> ParallelConfig:

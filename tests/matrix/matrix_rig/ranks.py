@@ -129,10 +129,6 @@ class Ranks(ABC):
         for rank in self.ranks:
             for name, values in measure.counters(rank.agent.observe.metrics()).items():
                 total.update({(name, label): value for label, value in values.items() if value})
-            ring = rank.agent.observe.staging()["ring"]
-            if ring is not None:
-                full = 100 * ring["high_water_bytes"] // ring["size_bytes"]
-                total["percent of a ring", ""] = max(total["percent of a ring", ""], full)
         return total
 
     def close(self) -> None:
@@ -217,11 +213,6 @@ class DecodeRanks(Ranks):
                 for wrong in report["mismatches"]
             ]
         return Checked(nbytes, problems)
-
-
-def ranks_of(case: Case, role: Role, directory: Path) -> Ranks:
-    """Creates the ranks of one role of a case."""
-    return PrefillRanks(case, directory) if role == "prefill" else DecodeRanks(case, directory)
 
 
 def _rings_of(nbytes: int) -> Callable[..., RingMemory]:
