@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.leaks.census import BOUNDS, census, grown, instances
-from benchmarks.leaks.slope import slope, sparkline
 from kvctl_agent.protocol.decode.rooms import WriterTransfer
-from kvctl_agent.protocol.machine import Tombstones
 from kvctl_agent.protocol.tag import RoomKey
-from kvctl_agent.telemetry.durations import BusyTime
 
 pytestmark = pytest.mark.sample
 
@@ -36,35 +33,11 @@ def test_a_structure_of_any_kind_and_name_is_counted(container: Any) -> None:
     assert grown(before, census(root)) == ["inner[].surprise: 1 (was 0)"]
 
 
-def test_slots_are_counted_and_sizes_at_one_path_are_added_up() -> None:
-    one, other = Tombstones[bool](1), Tombstones[bool](1)
-    one.add(RoomKey("", 1, 1), True, 0)
-    other.add(RoomKey("", 2, 1), True, 0)
-    other.add(RoomKey("", 3, 1), True, 0)
-    spans = BusyTime()
-    spans.add(1, 2)
-    sizes = census(make("Root", tombstones={"a": one, "b": other}, moved=spans))
-    assert sizes["tombstones"] == 2
-    assert sizes["tombstones[]._entries"] == 3
-    assert sizes["moved._spans"] == 1
-
-
-def test_what_appears_is_growth_and_what_shrinks_is_not() -> None:
-    assert grown({"a": 2, "b": 1}, {"a": 1, "new": 3}) == ["new: 3 (was 0)"]
-
-
 def test_history_may_fill_up_to_its_bound_and_no_further() -> None:
     path = "decode-0: telemetry.rooms._ended"
     bound = BOUNDS[r"telemetry\.rooms\._ended"]
     assert grown({}, {path: bound}) == []
     assert grown({}, {path: bound + 1}) == [f"{path}: {bound + 1}, its bound is {bound}"]
-
-
-def test_a_ring_of_references_ends() -> None:
-    one, other = make("One", things=[]), make("Other", things=[])
-    one.things.append(other)
-    other.things.append(one)
-    assert census(one) == {"things": 1, "things[].things": 1}
 
 
 def test_objects_that_only_a_closure_holds_are_counted() -> None:
@@ -83,12 +56,3 @@ def test_objects_that_are_history_are_not_counted() -> None:
     assert instances(root).get(kind, 0) == before
     root.telemetry.rooms._active[1] = WriterTransfer("peer", 1)
     assert instances(root)[kind] == before + 1
-
-
-def test_slope_and_its_picture() -> None:
-    assert slope([1, 2, 3, 4], [10, 30, 50, 70]) == 20
-    assert slope([1, 2, 3], [5, 5, 5]) == 0
-    assert slope([1], [5]) == 0
-    assert sparkline([0, 7, 14], width=3) == "▁▅█"
-    assert sparkline([3, 3]) == "▁▁"
-    assert len(sparkline(range(1000))) <= 60

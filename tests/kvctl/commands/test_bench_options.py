@@ -123,8 +123,3 @@ def test_sweeps_multiply_and_leave_other_axes_alone():
     assert sweep_loads(4, fixed, [("concurrency", [1, 2])]) == (Load(1, fixed), Load(2, fixed))
     both = sweep_loads(4, fixed, [("concurrency", [1, 2]), ("tokens", [16, 32])])
     assert [(load.concurrency, load.tokens.values) for load in both] == [(1, (16,)), (2, (16,)), (1, (32,)), (2, (32,))]
-
-
-def test_an_axis_swept_twice_is_refused():
-    with pytest.raises(ValueError, match="swept once"):
-        sweep_loads(4, Tokens(values=(7,)), [("tokens", [1]), ("tokens", [2])])

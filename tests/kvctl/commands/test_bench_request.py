@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import click
 import pytest
@@ -165,20 +164,3 @@ def test_contradictions_name_the_option_and_the_way_out(args: str, option: str, 
 def test_values_are_refused_where_they_are_read(args: str, text: str):
     with pytest.raises(click.BadParameter, match=text):
         ask(*args.split())
-
-
-def test_help_lists_every_option_under_its_group():
-    with click.Context(bench, info_name="kvctl bench", help_option_names=["-h", "--help"]) as ctx:
-        text: Any = bench.get_help(ctx)
-    titles = [
-        "Layout:",
-        "Model:",
-        "Load:",
-        "Engine:",
-        "GPUs:",
-        "Compute:",
-        "Result:",
-        "Global options",
-    ]
-    positions = [text.index(f"\n{title}") for title in titles]
-    assert positions == sorted(positions)

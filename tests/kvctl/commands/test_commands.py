@@ -134,45 +134,6 @@ def test_labels_that_match_nobody_exit_3_and_say_who_answered(fleet: Any, kvctl:
     assert "no agent has the labels role=decode,tp=7; 4 others answered" in outcome.err
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("stauts",), "did you mean 'kvctl status'?"),
-        (("rooms", "hsitory"), "did you mean 'kvctl rooms history'?"),
-        (("rooms", "--filter", "age>5"), "age needs a unit"),
-        (("rooms", "--columns", "stat"), "did you mean state or state_age?"),
-        (("rooms", "show", "-1"), "No such option"),
-        (("rooms", "show", "18446744073709551616"), "not a room number"),
-        (("rooms", "show"), "Missing argument 'ROOM'"),
-        (("rooms", "-o", "prom"), "-o prom is for metrics"),
-        (("rooms", "-o", "xml"), "'xml' is not one of"),
-        (("status", "-l", "colour=red"), "with a key of role, dp"),
-        (("status", "--timeout", "soon"), "--timeout: 'soon' is not a duration"),
-        (("status", "-w", "0"), "--watch: '0' is shorter than a millisecond"),
-        (("status", "-e", "tcp://h:1"), "create one with `kvctl key new`"),
-        (("events", "--since", "yesterday"), "--since"),
-        (("completion",), "Choose from: bash, zsh, fish\n"),
-    ],
-)
-def test_wrong_usage_exits_2_and_helps(args: tuple[str, ...], words: str, fleet: Any, kvctl: Any) -> None:
-    outcome = kvctl(*args)
-    assert outcome.code == 2
-    assert outcome.out == ""
-    assert words in outcome.err
-
-
-def test_a_room_is_joined_over_the_ranks_that_know_it(fleet: Any, kvctl: Any, canned: Any) -> None:
-    """decode-1 does not know the room; this is not an error."""
-    outcome = kvctl("rooms", "show", canned.ROOM, "-o", "json")
-    assert (outcome.code, outcome.err) == (0, "")
-    (room,) = outcome.data
-    assert room["room"] == canned.ROOM
-    assert [rank["agent"] for rank in room["ranks"]] == ["prefill-0", "prefill-1", "decode-0"]
-    assert room["first_failing_rank"] is None
-    assert [event["relative_ns"] for event in room["timeline"]][:2] == [0, canned.MS]
-    assert {clock["agent"] for clock in room["clocks"]} == {"prefill-0", "prefill-1", "decode-0"}
-
-
 def test_filters_reach_the_timeline_of_a_joined_room(fleet: Any, kvctl: Any, canned: Any) -> None:
     (room,) = kvctl("rooms", "show", canned.ROOM, "-o", "json", "--filter", "stage=wire").data
     assert [event["stage"] for event in room["timeline"]] == ["wire"]

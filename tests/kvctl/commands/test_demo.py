@@ -17,36 +17,6 @@ from kvctl.lab.ranks.request import Sizes
 from kvctl_agent.contract.config import KEYS_BY_NAME
 
 
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (("--fault", "control-los=5%"), "did you mean control-loss"),
-        (("--fault", "stuckroom"), "'stuckroom' is not a fault, did you mean stuck-room"),
-        (("--fault", "dead-peer,gated-empty"), "gated-empty can run alone only: it stops all other traffic"),
-        (("--fault", "compat", "--fault", "oversized-chunk"), "cannot run at the same time: both change decode-1"),
-        (("--fault", "pinned-ring,bootstrap"), "they need different values of prefill_instances"),
-        (("--fault", "mystery"), "'mystery' is not a fault; kvctl demo --list-faults lists them"),
-        (("--list-faults", "--columns", "speed"), "speed"),
-        (
-            ("--fault", "kill=decode-7@5s"),
-            "there is no rank decode-7; the ranks are prefill-0, prefill-1",
-        ),
-        (("--fault", "replace=decode-0@5s+9s"), "replace=decode-0@5s+9s: only a prefill rank without"),
-        (("--fault", "replace=prefill-0@5s+9s"), "the registry can be replaced: prefill-1"),
-        (("--fault", "control-loss=1%", "--fault", "control-loss=2%"), "control-loss"),
-        (("--tokens", "5..1"), "5..1"),
-        (("--prefill-instances", "tpx"), "tpx"),
-        (("--prefill-tp", "3"), "3"),
-        (("--columns", "speed"), "speed"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_started(kvctl: Any, args: tuple[str, ...], text: str):
-    outcome = kvctl("demo", *args)
-    assert outcome.code == 2
-    assert text in outcome.err
-    assert outcome.out == ""
-
-
 def test_no_prefill_instances_are_the_one_of_prefill_tp():
     with demo.make_context("demo", ["--prefill-instances", "", "--prefill-tp", "4"]) as ctx:
         assert _plan(ctx.params, None).prefill == (Sizes(tp=4),)

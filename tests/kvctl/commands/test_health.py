@@ -30,35 +30,10 @@ def test_tables(
     golden(f"{name}-{width}.txt", outcome.out)
 
 
-def test_json_has_the_numbers(fleet: Any, kvctl: Any) -> None:
-    rows = kvctl("health", "-o", "json").data
-    assert [(row["severity"], row["code"], row["subject"]) for row in rows] == [
-        ("critical", "KV_RING_FULL", "decode-1 ring"),
-        ("warning", "KV_RING_FULL", "decode-0 ring"),
-        ("info", "KV_FLEET_YOUNG", "fleet"),
-    ]
-    assert rows[0]["evidence"]["used_bytes"] == 24 << 20
-
-
 def test_a_healthy_fleet_is_one_line(start: Any, kvctl: Any) -> None:
     start("prefill-0")
     outcome = kvctl("health", "-o", "table", "--filter", "severity!=info")
     assert outcome.out == "✓ healthy   1 agent, 2 codes examined\n"
-
-
-@pytest.mark.parametrize("command", ["explain", "--ignore"])
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        ("KV_RING_FUL", "did you mean KV_RING_FULL"),
-        ("ring-full", "did you mean KV_RING_FULL"),
-        ("zzz", "kvctl health codes"),
-    ],
-)
-def test_a_mistyped_code(command: str, typed: str, words: str, kvctl: Any) -> None:
-    outcome = kvctl("health", command, typed)
-    assert outcome.code == 2
-    assert words in outcome.err
 
 
 def test_what_is_ignored_is_a_count(fleet: Any, kvctl: Any) -> None:

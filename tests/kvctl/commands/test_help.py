@@ -114,20 +114,4 @@ def test_help_alone_lists_the_commands(kvctl: Any) -> None:
     assert kvctl("help").out == kvctl("--help").out == kvctl().out
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (("stauts",), "did you mean 'kvctl status'?"),
-        (("optons",), "did you mean 'kvctl help options'?"),
-        (("coloumns", "rooms"), "did you mean 'kvctl help columns'?"),
-        (("rooms", "shwo"), "did you mean 'kvctl rooms show'?"),
-        (("status", "more"), "kvctl status has no subcommands, so there is no 'more'"),
-    ],
-)
-def test_help_for_what_is_not_there(words: tuple[str, ...], wanted: str, kvctl: Any) -> None:
-    outcome = kvctl("help", *words)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert wanted in outcome.err
-
-
 # ---- -o ----------------------------------------------------------------------------------------------------------

@@ -125,34 +125,6 @@ def test_what_an_agent_refuses(fleet: Any, kvctl: Any) -> None:
     assert kvctl("config", "set", "nothing", "1", "--yes").code == ExitCode.FAILED
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "wanted"),
-    [
-        (("rooms", "abort", "12"), 1, "no agent knows room 12"),
-        (("staging", "release", "--room", "12"), 1, "no decode rank knows room 12"),
-        (("rooms", "abort", "x"), 1, "no agent knows a room of request x: kvctl rooms -o wide"),
-        (("rooms", "abort", "18446744073709551616"), 2, "'18446744073709551616' is not a room number"),
-        (("rooms", "abort", "1", "--reason", "x" * 501), 2, "at most 500"),
-        (("staging", "release", "decode-0"), 2, "'decode-0' is not AGENT:SERIAL"),
-        (("staging", "release", "decode-0:0"), 2, "is not AGENT:SERIAL"),
-        (("staging", "release"), 2, "name one allocation (AGENT:SERIAL), or a room with --room"),
-        (("staging", "release", "decode-0:7", "--room", "1"), 2, "name one allocation"),
-        (("staging", "release", "decode-7:7"), 3, "did you mean"),
-        (
-            ("staging", "release", "decode-1:7", "-e", "decode-0"),
-            1,
-            "no agent named decode-1 answers; there are: decode-0",
-        ),
-        (("drain", "decode-7"), 3, "did you mean"),
-        (("drain", "-l", "role=decode,tp=9"), 3, "no agent has the labels role=decode,tp=9"),
-    ],
-)
-def test_what_makes_no_sense(fleet: Any, kvctl: Any, args: tuple[str, ...], code: int, wanted: str) -> None:
-    outcome = kvctl(*args, "--yes")
-    assert (outcome.code, outcome.out) == (code, "")
-    assert wanted in outcome.err
-
-
 class TestAbortSeveral:
     """`rooms abort ROOM...` and `rooms abort --filter`."""
 
@@ -233,20 +205,6 @@ class TestAbortSeveral:
         assert outcome.code == ExitCode.INTERRUPTED
         assert {row["subject"] for row in outcome.data} == {"room 1"}
         assert sorted(told) == [("decode-0", 1), ("prefill-0", 1)]
-
-    @pytest.mark.parametrize(
-        ("args", "wanted"),
-        [
-            ((), "name rooms, or select them with --filter"),
-            (("1", "--filter", "age>5s"), "name rooms, or select them with --filter"),
-            (("--filter", "age"), "is not COLUMN OPERATOR VALUE"),
-            (("--filter", "result=done"), "no column 'result' here"),
-        ],
-    )
-    def test_wrong_usage(self, told: list[tuple[str, int]], kvctl: Any, args: tuple[str, ...], wanted: str) -> None:
-        outcome = kvctl("rooms", "abort", *args, "--yes")
-        assert (outcome.code, outcome.out, told) == (2, "", [])
-        assert wanted in outcome.err
 
     def test_the_rooms_are_listed_before_the_question(self, told: list[tuple[str, int]], on_terminal: Any) -> None:
         code, seen = answered(on_terminal("rooms", "abort", "--filter", "age>2.5s"), "\n")
@@ -373,18 +331,3 @@ class TestProbe:
         start("prefill-0", {"probe": slow})
         assert kvctl("peers", "probe", "--busy").code == 0
         assert asked == [{"peer": "decode-0", "busy": True}] * 3
-
-    @pytest.mark.parametrize(
-        ("args", "code", "wanted"),
-        [
-            (("decode-0",), 1, "no prefill rank named decode-0 answers; there are: none"),
-            (("prefill-0", "decode-1"), 1, "prefill-0 is not connected to decode-1"),
-            (("prefill-9",), 3, "did you mean"),
-            (("--bytes", "much"), 2, "much"),
-            (("-w", "1"), 2, "acts once"),
-        ],
-    )
-    def test_what_makes_no_sense(self, fleet: Any, kvctl: Any, args: tuple[str, ...], code: int, wanted: str) -> None:
-        outcome = kvctl("peers", "probe", *args)
-        assert (outcome.code, outcome.out) == (code, "")
-        assert wanted in outcome.err

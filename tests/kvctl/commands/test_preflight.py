@@ -15,32 +15,6 @@ from docs.json_schema import document_conflicts
 HERE = ("--ssh", "env KVCTL_PREFLIGHT_HOST={host}", "--python", sys.executable)
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("a", "b", "c", "d"), "give the layout, for example --prefill-tp 2 --decode-dp 2"),
-        (("a", "a"), "a is given twice"),
-        (("--", "-oProxyCommand=x"), "is not a host"),
-        (("a;b",), "is not a host"),
-        (("a=b",), "'b' is not an IP address"),
-        (("a", "--env", "UCX_TLS"), "write NAME=VALUE"),
-        (("a", "--python", "'/my python'"), "a shell on the host would interpret"),
-        (("a", "--port", "0"), "--port"),
-        (("a", "--deadline", "0"), "less than 100ms"),
-        (("a", "--deadline", "50ms"), "less than 100ms"),
-        (("a", "--manifest", ""), "no image is given"),
-        (("a", "--transport", "loopback"), "loopback"),
-        (("a", "--columns", "speed"), "speed"),
-        (("a", "--prefill-tp", "3", "--decode-tp", "7"), "3"),
-        ((), "HOST"),
-    ],
-)
-def test_what_is_refused(args: tuple[str, ...], words: str, kvctl: Any) -> None:
-    outcome = kvctl("preflight", *args)
-    assert (outcome.code, outcome.out) == (2, "")
-    assert words in outcome.err
-
-
 def test_the_manifest_has_a_pod_on_each_node_with_its_gpus(kvctl: Any) -> None:
     outcome = kvctl(
         *("preflight", "node-1", "node-2", "--prefill-tp", "4", "--decode-tp", "4", "--device", "cuda"),

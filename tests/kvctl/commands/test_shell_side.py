@@ -33,19 +33,6 @@ def test_diff_of_two_that_fit(fleet: Any, kvctl: Any) -> None:
     assert {"pool.page_size", "transport.engine", "staging_ring_mb"} <= {row["factor"] for row in everything}
 
 
-def test_diff_with_nobody(fleet: Any, kvctl: Any) -> None:
-    outcome = kvctl("peers", "diff", "prefill-0", "decode-7")
-    assert (outcome.code, outcome.out) == (1, "")
-    assert "no agent named decode-7 answers; there are: decode-0, decode-1, prefill-0, prefill-1" in outcome.err
-
-
-def test_bootstrap_names_who_is_missing(fleet: Any, kvctl: Any) -> None:
-    (row,) = kvctl("bootstrap", "-o", "json").data
-    assert (row["state"], row["expected"], row["registered"], row["missing"]) == ("waiting", 3, 2, ["tp=2"])
-    assert (row["decode_ranks"], row["decode_connected"], row["unanswered"]) == (2, 2, [])
-    assert [rank["state"] for rank in row["ranks"]] == ["registered", "registered", "missing"]
-
-
 @pytest.mark.parametrize(
     ("changes", "state"),
     [
@@ -96,11 +83,6 @@ def test_a_key_is_explained_without_agents(kvctl: Any) -> None:
     assert outcome.code == 0
     assert "a number from 0.2 to 3600 s" in outcome.out
     assert "only the declaration: no agent found" in outcome.err
-
-
-def test_a_key_that_is_not_there_is_nearly_another(kvctl: Any) -> None:
-    outcome = kvctl("config", "explain", "copy_thread")
-    assert (outcome.code, "did you mean copy_threads" in outcome.err) == (2, True)
 
 
 def test_events_of_a_severity_and_worse(fleet: Any, kvctl: Any) -> None:

@@ -12,23 +12,6 @@ from docs.json_schema import document_conflicts
 SMALL = ("--layers", "2", "--kv-heads", "4", "--head-dim", "32", "--tokens", "64", "--rooms", "8")
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--page-sizes", "16,x"), "write sizes such as 16,64"),
-        (("--page-sizes", "0"), "write sizes such as 16,64"),
-        (("--transport", "nixl,loopback"), "one transport"),
-        (("--prefill-tp", "3", "--decode-tp", "7"), "3"),
-        (("--columns", "speed"), "speed"),
-    ],
-)
-def test_what_is_refused(args: tuple[str, ...], words: str, kvctl: Any) -> None:
-    outcome = kvctl("tune", *args)
-    assert outcome.code == 2
-    assert outcome.out == ""
-    assert words in outcome.err
-
-
 @pytest.mark.full
 def test_settings_are_measured_in_a_small_fleet(kvctl: Any) -> None:
     outcome = kvctl(

@@ -67,21 +67,6 @@ def test_a_terminal_sees_who_is_missing_on_one_line(start: Any, canned: Any) -> 
     assert out == b""
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((), "Missing option '--for'"),
-        (("--for", "redy"), "'redy' is not one of 'ready', 'drained'"),
-        (("--for", "ready", "--timeout", "soon"), "--timeout: 'soon' is not a duration"),
-        (("--for", "ready", "--from", __file__), "needs live agents"),
-    ],
-)
-def test_wrong_usage(args: tuple[str, ...], words: str, kvctl: Any) -> None:
-    outcome = kvctl("wait", *args)
-    assert outcome.code == 2
-    assert words in outcome.err
-
-
 def survey(faults: tuple[str, ...] = (), code: str = FaultCode.TIMEOUT, **statuses: dict[str, Any]) -> Survey:
     def answer(name: str, status: Any) -> AgentAnswer:
         hello: Any = {"name": name}

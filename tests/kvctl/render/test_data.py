@@ -10,7 +10,6 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvctl.client.faults import Fault
 from kvctl.commands.metrics import exposition, sample_rows
 from kvctl.render.data import comma_separated, json_document, tsv
 from kvctl.render.events import EVENTS
@@ -18,14 +17,6 @@ from kvctl.render.rooms import ROOMS
 from kvctl.render.sanitize import printable_lines
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
-
-
-def test_tsv_has_units_in_its_header_and_raw_numbers(canned: Any) -> None:
-    header, line = tsv(ROOMS.columns, [canned.room_row("decode-0")]).splitlines()
-    row = dict(zip(header.split("\t"), line.split("\t"), strict=True))
-    assert (row["age_ns"], row["bytes"], row["room"]) == ("6000000000", "16777216", canned.ROOM)
-    assert (row["latency_ns"], row["progress"], row["landed"]) == ("", "32/64", "48")
-    assert row["paths"] == "staged=2"
 
 
 @given(ANY_TEXT)
@@ -42,16 +33,6 @@ def test_csv_reads_back(text: str) -> None:
     row = {"at_ns": 1, "agent": "a", "text": text}
     header, line = csv.reader(io.StringIO(comma_separated(EVENTS.columns, [row])))
     assert dict(zip(header, line, strict=True))["text"] == printable_lines(text)
-
-
-def test_the_envelope_names_schema_time_data_and_errors() -> None:
-    document = json.loads(json_document(ROOMS, [{"room": "1"}], [Fault("a", "timeout", "m")], 7, indent=True))
-    assert document == {
-        "schema": "kvctl.rooms/1",
-        "generated_at_ns": 7,
-        "data": [{"room": "1"}],
-        "errors": [{"agent": "a", "code": "timeout", "message": "m"}],
-    }
 
 
 ANY_DATA = st.recursive(

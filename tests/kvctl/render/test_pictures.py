@@ -27,17 +27,6 @@ def bar_of(answer: Any, width: int = 73) -> str:
     return text(draw_ring(answer, width)[1])[9:]
 
 
-def test_a_ring_is_drawn_to_scale(canned: Any) -> None:
-    """64 MiB on about 63 cells: head and watermark are drawn below their offsets."""
-    lines = [text(line) for line in draw_ring(canned.staging("decode-0"), 74)]
-    bar, markers = lines[1][9:], lines[2][9:]
-    assert len(bar) == 64
-    assert bar == "·" * 8 + "Q" * 8 + "█" * 12 + "▒" * 8 + "░" * 4 + "·" * 24
-    assert markers.index("W") == 8
-    assert markers.index("H") == 40
-    assert "room 7 from prefill-0, quarantined" in lines[4]
-
-
 def test_a_tiny_allocation_is_still_seen_and_one_over_the_seam_is_seen_twice(canned: Any) -> None:
     answer = canned.staging("decode-0")
     ring = answer["ring"]
@@ -83,20 +72,11 @@ def test_a_state_of_a_newer_agent_is_shown_as_strange(canned: Any) -> None:
 class TestHiddenAndExposed:
     """Two layer groups: the first completely hidden, the second ready 9 ms later and a quarter hidden."""
 
-    def test_a_group_begins_where_it_was_ready(self, canned: Any) -> None:
-        _, first, second, *_ = (text(line) for line in draw_waterfall(canned.layers("prefill-0"), 120))
-        assert first.index("·") == second.index("p") + len("prefill-0 16-31 staged  ")
-        assert second.index("·") > first.rindex("━")
-
     def test_the_share_stands_behind_the_bar(self, canned: Any) -> None:
         lines = [text(line) for line in draw_waterfall(canned.layers("prefill-0"), 80)]
         assert lines[1].endswith("■■■■■■■■  100 %")
         assert lines[2].endswith("■■□□□□□□   25 %")
         assert lines[-1] == "■ hidden behind the forward  □ exposed"
-
-    def test_where_nobody_knows_there_is_none(self, canned: Any) -> None:
-        lines = [text(line) for line in draw_waterfall(canned.layers("decode-0"), 80)]
-        assert not any(glyph in line for line in lines for glyph in "■□%")
 
     @pytest.mark.parametrize("width", [60, 80, 140])
     def test_no_line_is_longer_than_the_terminal(self, canned: Any, width: int) -> None:

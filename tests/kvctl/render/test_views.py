@@ -5,22 +5,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 import kvctl.lab.bench
 import kvctl.render
 from kvctl.render.bars import STAGE_GLYPHS
-from kvctl.render.events import EVENTS
-from kvctl.render.hosts import HOSTS
-from kvctl.render.layers import LAYERS
-from kvctl.render.peers import PEERS
-from kvctl.render.rooms import CAUSES, FAILED, HISTORY, ROOMS
 from kvctl.render.selection import select
-from kvctl.render.staging import STAGING
-from kvctl.render.status import GROUPS, STATUS
-from kvctl.render.view import View, Width
+from kvctl.render.view import View
 from kvctl_agent.contract.states import STAGES
 
 
@@ -59,54 +51,6 @@ def test_raw_names_end_in_their_unit(view: View) -> None:
     for column in view.columns:
         suffix = column.kind.value.suffix
         assert column.machine.endswith(suffix) or column.machine == suffix[1:]
-
-
-@pytest.mark.parametrize(
-    ("view", "source"),
-    [(STATUS, "status"), (ROOMS, "room_row"), (STAGING, "staging")],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_every_column_finds_its_data(canned: Any, view: View, source: str) -> None:
-    """A wrong path would always show `-`."""
-    found_by_us = {"health": [], "instance": "decode"}  # added by kvctl
-    rows = [{**found_by_us, **getattr(canned, source)(name)} for name in canned.FLEET]
-    filled = {column.name for column in view.columns if any(column.value(row) is not None for row in rows)}
-    unset = {"latency", "failure", "finished_at", "waiting_for", "integration", "ended_age"}
-    assert {column.name for column in view.columns} - filled <= unset
-
-
-@pytest.mark.parametrize(
-    ("view", "source"),
-    [(PEERS, "peers"), (EVENTS, "events"), (LAYERS, "layers")],
-    ids=lambda v: getattr(v, "name", None),
-)
-def test_every_column_of_lists_finds_its_data(canned: Any, view: View, source: str) -> None:
-    found_by_us = {"lane_evidence": []}  # added by kvctl
-    rows = [{**found_by_us, **row} for name in canned.FLEET for row in getattr(canned, source)(name)]
-    filled = {column.name for column in view.columns if any(column.value(row) is not None for row in rows)}
-    unset = {"last_error", "watermark_sent"}
-    assert {column.name for column in view.columns} - filled <= unset
-
-
-@pytest.mark.parametrize(
-    ("view", "kept", "first_hidden"),
-    [
-        (STATUS, "agent active done failed p99 health", "uptime transport peers rank ring p50"),
-        (GROUPS, "group up active failed health", "ring p99 p50"),
-        (HOSTS, "host up silent failed health", "clock_error clock_offset rtt"),
-        (PEERS, "agent peer state errors differences last_error", "control_queue lane rtt"),
-        (ROOMS, "room agent state age failure", "paths latency parked tokens bytes progress"),
-        (HISTORY, "room agent state ago age failure", "paths tokens progress bytes latency"),
-        (FAILED, "room ago rank code text", "waits_for after"),
-        (CAUSES, "rooms code last_ago room cause", "ranks peers first_ago"),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_a_narrow_terminal_keeps_what_an_operator_needs(view: View, kept: str, first_hidden: str) -> None:
-    always = {column.name for column in view.columns if column.width is Width.CORE}
-    assert always >= set(kept.split())
-    hidden = [column.name for column in reversed(view.columns) if column.width is Width.NORMAL]
-    assert hidden[: len(first_hidden.split())] == first_hidden.split()
 
 
 def test_every_stage_has_a_glyph_of_its_own() -> None:

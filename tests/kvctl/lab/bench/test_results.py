@@ -232,6 +232,19 @@ def test_tsv_has_a_line_per_run_in_machine_units():
     assert fast[header.index("p50_ns")] == str(48 * MS + MS // 2)
 
 
+def test_rows_are_compared_with_the_first_of_their_load_and_compute():
+    def row(gb_per_s: float, concurrency: int = 4, ttft: float | None = 1.0, layer_ms: float = 0.0) -> dict[str, Any]:
+        load = {"concurrency": concurrency, "tokens_drawn": "64", "layer_ms": layer_ms}
+        return {"path": "staged", "gb_per_s": gb_per_s, "ttft_ms": {"mean": ttft}, **load}
+
+    rows = with_delta(
+        [row(2), row(4, 8), row(3, ttft=0.25), row(2, 8, None), row(5, layer_ms=5.0), row(0, 1), row(3, 1)]
+    )
+    found = [(each["delta_ratio"], each["ttft_delta_ratio"]) for each in rows]
+    nothing = (None, None)
+    assert found == [nothing, (0.5, -0.75), nothing, (-0.5, None), nothing, nothing, (None, 0.0)]
+
+
 def rounds(path: str, *took_ms: int, sent: str = "") -> list[Trial]:
     return [trial(path, took_ms=each, repeat=number, sent=sent) for number, each in enumerate(took_ms)]
 
