@@ -33,7 +33,6 @@ def estimate(sent_at_ns: int, received_at_ns: int, agent_now_ns: int) -> ClockOf
     Args:
         sent_at_ns: local wall clock when the request was sent.
         received_at_ns: local wall clock when the answer arrived.
-        agent_now_ns: the agent's wall clock in the answer.
     """
     half = max(0, received_at_ns - sent_at_ns + 1) // 2
     return ClockOffset(agent_now_ns - sent_at_ns - half, half)

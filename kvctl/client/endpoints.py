@@ -94,9 +94,7 @@ class Discovery:
     """Result of `discover`: which agents exist and which are alive.
 
     Attributes:
-        directory: socket directory that was searched.
         live: endpoints with a listening process or whose agent runs, and all TCP endpoints.
-        stale: socket files of processes that have ended.
         faults: named endpoints that are missing, stale or not permitted.
     """
 

@@ -103,11 +103,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Pending:
-    """A request without a reply.
-
-    Attributes:
-        carrier: whose connection it takes: that of the agent itself, or of its observer.
-    """
+    """A request without a reply. `carrier`: whose connection it takes: that of the agent itself, or of its observer."""
 
     index: int
     flight: _Flight
@@ -126,11 +122,7 @@ class _Round:
     """Progress of one `Fanout.ask`.
 
     Attributes:
-        replies: replies so far, by index of the request.
-        pending: requests without a reply, by request id.
-        open: agents with pending requests.
         window: agents in the order in which they leave the window, some of which have left it already.
-        expected: number of agents in the window.
         refused: ids of requests that an observer has refused and that the agents themselves have not been sent yet.
         batches: number of each request to an observer that is about to be sent, and the agents that it is for, by the
             observer and the encoded calls.

@@ -43,9 +43,7 @@ class AgentAnswer:
     """Answers of one agent with a compatible admin protocol.
 
     Attributes:
-        hello: the answer to `hello`.
         rtt_ns: shortest round trip of a hello.
-        clock: offset of the agent's wall clock.
         data: answers by command name; commands that failed are in `Survey.faults` instead.
     """
 
@@ -89,13 +87,11 @@ class Survey:
     """Result of querying the fleet.
 
     Attributes:
-        discovery: endpoints that were found.
         agents: agents that answered hello and match the labels, by name.
         faults: why agents did not answer, and why commands failed.
         filtered: number of agents that answered and do not match the labels.
         hosts: names of the hosts of agents, also of silent ones, by the name of the agent; see `_known_hosts`.
         unusable: faults of the endpoints that did not answer `hello` or have another protocol; also in `faults`.
-        at_ns: local wall clock when the agents answered.
         tick_ns: clock from which to compute the time between two surveys: monotonic, or the time of the recorded
             snapshot.
         remarks: sentences about the answers, for the user.
@@ -161,7 +157,6 @@ class Fleet:
         endpoints: values of `-e`; empty means every agent of the socket directory.
         labels: role, instance coordinates (dp, pp, cp, tp, unique), name, host, version or device; all must match.
         timeout_ns: longest time to wait for the answers to one batch of requests; may be changed later.
-        keys: keys for agents on TCP.
         discovery_ns: time for which surveys reuse the discovered agents and their answers to `hello`, unless a survey
             has a fault or no agent; longer where discovery takes long. Discovery connects to each agent, so ten surveys
             a second cost a busy fleet twice as much with it. Silent agents are asked again after growing pauses.
@@ -314,10 +309,7 @@ def gather(
     """Queries the live agents of `found`, and returns those with a compatible protocol that match labels and names.
 
     Args:
-        found: result of the discovery.
         calls: commands to send, each at most once.
-        labels: labels that an agent must have.
-        ask: sends requests and returns one reply per request, in their order.
         hellos: agents by their answer to `hello`, or the faults; those of other endpoints are requested and added.
         names: names or globs, of which an agent must match one; empty for all agents.
         silent: live agents that are not to be asked, with their faults.
@@ -503,9 +495,7 @@ def rename_duplicates(
     asked for `peers`, unless it was, to find out which of them it means.
 
     Args:
-        agents: agents with all their answers.
         ask: sends requests; None to rename only what is known from the answers.
-        others: further agents whose answers are not used.
     """
     known = [*agents, *others]
     new = told_apart([(agent.own_name, agent.host, agent.hello["incarnation"]) for agent in known])

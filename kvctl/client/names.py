@@ -76,10 +76,6 @@ def few(names: Sequence[str], most: int, noun: str = "") -> str:
 def by_host(names: Sequence[str], hosts: Mapping[str, str]) -> str:
     """Formats names of agents; hosts of which all agents are among them stand for these.
 
-    Args:
-        names: names of agents.
-        hosts: hosts of all agents, by the name of the agent.
-
     Returns:
         For example `host n17 (all 8 agents), decode-0@n3`.
     """

@@ -55,9 +55,7 @@ class Saved:
     """Row in the output of `kvctl record`: what the file has of one agent process.
 
     Attributes:
-        events: number of its events.
         lost: number of events that its flight recorder dropped between two snapshots.
-        rooms: number of timelines of its finished rooms.
     """
 
     agent: str
@@ -73,8 +71,6 @@ class Saving:
     """Result of making a recording.
 
     Attributes:
-        processes: a row for each agent process.
-        moments: wall-clock time of each snapshot, ns.
         left_out: descriptions of data that the snapshots lack.
         interrupted: whether Ctrl-C ended it early; the file is valid.
     """
@@ -126,7 +122,6 @@ def save_recording(
     If no agent answers, no file is written and an existing file stays. Ctrl-C ends the series of snapshots.
 
     Args:
-        source: the fleet, or the agents in `old`.
         redact: applied to each snapshot before it is written.
 
     Raises:

@@ -46,8 +46,6 @@ class Frame(NamedTuple):
     """One frame of a recording, after its sizes and checksum have been verified.
 
     Attributes:
-        kind: 4 letters.
-        about: the JSON object.
         body: the body as stored, compressed for some kinds.
     """
 

@@ -83,9 +83,6 @@ class RecordedSnapshot:
     """Snapshot of a fleet: answers of its agents at about the same time.
 
     Attributes:
-        at_ns: wall clock of the recording machine.
-        directory: socket directory that was searched.
-        stale: sockets of processes that have ended.
         faults: agents that the user named and that were not found.
         left_out: descriptions of data omitted for lack of space or time.
     """
@@ -332,9 +329,7 @@ class RecordingSource:
     """Answers queries from the current snapshot of a file; a `Source` like a live `Fleet`.
 
     Args:
-        path: a recording.
         endpoints: names, globs or addresses of agents; empty means all agents in the file.
-        labels: as for `Fleet`.
         at: index of the snapshot to begin with; negative indices count from the end, to the first at most.
 
     Attributes:

@@ -54,12 +54,7 @@ _FORMS: Mapping[str, _Form] = {
 
 
 class Renaming:
-    """Replaces names in the answers of one agent.
-
-    Args:
-        names: names to replace.
-        new: returns the new name of one of them.
-    """
+    """Replaces names in the answers of one agent."""
 
     def __init__(self, names: Collection[str], new: Callable[[str], str]) -> None:
         self._names = names

@@ -24,9 +24,6 @@ class PartTimeline:
     """Times of one part, from ready on its writer to scattered on its decode rank.
 
     Attributes:
-        writer: unique rank of the writer.
-        chunk: number of the chunk.
-        layers: layers [lo, hi).
         decode: name of the decode rank; "-" if unknown.
         moments: local wall clock in ns at the end of each stage, by stage.
     """
@@ -43,7 +40,6 @@ class MissingParts:
     """Parts that a decode rank still expects from a writer.
 
     Attributes:
-        writer, decode: names of the two ranks.
         cells: number of cells (chunk, layer) that have not arrived.
         chunks, layers: range [first, end) of those cells; None if only final parts are missing.
         finals: number of missing aux rows and state components.
@@ -68,13 +64,10 @@ class RoomTimeline:
     Attributes:
         nonce: the nonce of one of the decode ranks; "0" if none has opened the room.
         state: the least advanced of the ranks' states; Failed if one of them has failed.
-        ranks: the answer of each rank, prefill ranks first.
         clocks: clock offsets of the ranks, and of the rank that failed first, if they answered.
-        hosts: hosts of these ranks, where they are known.
         started_at_ns: local wall clock at the first event.
         age_ns: time from the first event to the end of the room, or until now.
         timeline: events of all ranks in local time; `relative_ns` is the time since the first event.
-        parts: times of each part.
         failure: the first cause of the failure, in local time; None if the room has not failed.
         missing_parts: missing parts of an active room, the longest wait first.
     """
@@ -121,9 +114,6 @@ def join(
     """Joins the answers about one room number; returns one timeline for each use of the number, newest first.
 
     Args:
-        details: answers of all ranks to `room`.
-        clocks: clock offset of each agent, by name.
-        hosts: host of each agent, by name.
         silent: why agents did not answer, by name.
     """
     shifts = {agent: clock.correction_ns for agent, clock in clocks.items()}
@@ -242,8 +232,6 @@ def _missing_parts(
     For a decode rank that did not answer, the parts are those that its writers report.
 
     Args:
-        ranks: answers of the ranks that know the room.
-        answered: names of all agents that answered.
         silent: why others did not, by name.
     """
     by_name = {rank["agent"]: rank for rank in ranks}

@@ -76,9 +76,7 @@ def grouped_option(
     """Returns an option of a group.
 
     Args:
-        group: Title of the group in the help.
         flags: The option's flag, followed by the parameter's name if that differs.
-        text: The help text; defaults that are computed are part of it.
         parse: Parses a value; ValueError becomes a usage error that names the option.
     """
     if parse is not None:
@@ -243,12 +241,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
 
 
 def sweep_loads(concurrency: int, tokens: Tokens, sweeps: list[tuple[str, list[int]]]) -> tuple[Load, ...]:
-    """Returns a load for every combination of swept values; an axis without a sweep keeps the value of its option.
-
-    Args:
-        concurrency, tokens: Values of the options.
-        sweeps: Axis and values of each sweep, from `parse_sweep`.
-    """
+    """Returns a load for every combination of swept values; an axis without a sweep keeps the value of its option."""
     axes = dict(sweeps)
     if len(axes) < len(sweeps):
         raise ValueError("each axis can be swept once")

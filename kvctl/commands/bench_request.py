@@ -26,8 +26,6 @@ class BenchRequest:
     """The fleets that result from the options of one bench.
 
     Attributes:
-        options: values by parameter name.
-        program: what each fleet runs.
         waves: the fleets to run: those of one wave at the same time, one wave after the other.
     """
 
@@ -45,7 +43,6 @@ def resolve(options: Mapping[str, Any], given: Collection[str]) -> BenchRequest:
     """Expands the options into fleets.
 
     Args:
-        options: Values by parameter name.
         given: Names of the parameters that are on the command line.
 
     Raises:

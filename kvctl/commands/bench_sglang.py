@@ -62,8 +62,6 @@ class ServerRequest:
 
     Attributes:
         sides: the undivided server first, unless nothing is compared.
-        gpus: GPUs in use, by number.
-        together: whether the servers of all sides run at the same time.
         requests: of each load and round; None: the default.
     """
 
@@ -85,11 +83,6 @@ class ServerRequest:
 
 def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: Mapping[int, Gpu]) -> ServerRequest:
     """Resolves the options.
-
-    Args:
-        options: values by parameter name.
-        given: names of the parameters that are on the command line.
-        found: the GPUs of this host.
 
     Raises:
         click.UsageError: an option does not apply, or options contradict each other.
@@ -155,12 +148,7 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
 def _place(
     options: Mapping[str, Any], given: Collection[str], ranks: Mapping[str, int], count: int
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the GPUs of the ranks of both roles: prefill's from 0 on, decode's after them as far as there are any.
-
-    Args:
-        ranks: number of ranks by role.
-        count: number of GPUs of this host.
-    """
+    """Returns the GPUs of the ranks of both roles: prefill's from 0 on, decode's after them as far as there are any."""
     chosen = {role: options[f"{role}_gpus"] for role in ranks}
     cuda = options["device"] == "cuda" if "device" in given else count > 0
     if not cuda:

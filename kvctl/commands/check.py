@@ -60,8 +60,6 @@ def plugin(name: str, verdicts: Sequence[Verdict], agents: int) -> str:
 
     Args:
         name: name of the check, printed before the state unless it is "all".
-        verdicts: verdict of each area.
-        agents: number of agents that answered.
     """
     state = worst(verdict.state for verdict in verdicts)
     problems = _each_once(verdicts)

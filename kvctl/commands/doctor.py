@@ -55,9 +55,7 @@ def rows(findings: Iterable[Finding], faults: Iterable[Finding], facts: Sequence
     """Returns the rows of DOCTOR, most severe first; host checks that passed come last and have no rank.
 
     Args:
-        findings: findings about the fleet.
         faults: findings about agents that did not answer.
-        facts: results of the host checks.
     """
     # A process that hangs explains more than the findings that other agents report about it.
     found = [_finding(finding) for finding in (*faults, *findings)]
@@ -106,11 +104,7 @@ def blocks(
     """Formats the ranked rows as paragraphs, the host checks as a table, and the next command to run.
 
     Args:
-        kept: rows of DOCTOR to print.
-        width: width of the terminal, in columns.
         examined: text that names the agents and hosts examined.
-        ignored: number of findings that the user ignores.
-        complete: whether all agents answered.
         hosts: hosts of all agents by name, to fold findings of one code.
     """
     ranked = [each for each in kept if each["rank"] is not None]

@@ -61,11 +61,7 @@ def serve(fleet: Sequence[str]) -> None:
 
 
 def make_server(fleet: Sequence[str]) -> Server[Any]:
-    """Returns the server.
-
-    Args:
-        fleet: options of `kvctl` that choose the agents or the recording.
-    """
+    """Returns the server. `fleet`: options of `kvctl` that choose the agents or the recording."""
     tools = {tool.name: (path, tool) for path, tool in zip(READING, map(tool_of, READING), strict=True)}
     limiter = anyio.CapacityLimiter(AT_ONCE)
 

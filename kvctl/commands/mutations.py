@@ -82,13 +82,10 @@ def act(
     """Sends `call` to the selected agents and prints each agent's result.
 
     Args:
-        settings: the global options.
         call: the command; its level determines whether the user may run it.
         question: builds the question for the user, without a question mark.
-        yes: whether to skip the confirmation.
         names: further agents, in the form that `-e` accepts.
         look: queries sent first; `question` and `select` use the answers.
-        select: selects the agents.
         rounds: builds the calls if they differ by agent; an agent that times out gets no further calls.
         listing: builds the lines above the question.
 

@@ -202,7 +202,6 @@ def refusals(
         by_prefill: the prefill agent's row about the decode agent.
         by_decode: the decode agent's row about the prefill agent. It mostly repeats what the prefill agent sent, so it
             counts only if the prefill agent reports nothing.
-        swapped: whether column `a` is for the decode agent.
     """
     differences = list(by_prefill["differences"]) if by_prefill else []
     decode_first = bool(by_prefill) and not differences
@@ -229,11 +228,7 @@ def _comparisons(kind: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[
 
 
 def _build(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns version, role, device, engine, pool and parallel sizes of an agent as a flat mapping.
-
-    Args:
-        status: the agent's answer to `status`.
-    """
+    """Returns version, role, device, engine, pool and parallel sizes of an agent as a flat mapping."""
     transport = {
         key: value if isinstance(value, str) else ",".join(value) for key, value in status["transport"].items()
     }
@@ -423,12 +418,7 @@ def _probe(fleet: Fleet, agent: AgentAnswer, call: Call) -> dict[str, Any] | Fau
 
 
 def _connections(survey: Survey, prefill: str | None, decode: str | None) -> Iterator[tuple[AgentAnswer, str]]:
-    """Yields pairs of a prefill agent and the name of a decode agent that is connected to it.
-
-    Args:
-        prefill: name of the only prefill agent to include; None for all.
-        decode: name of the only decode agent to include; None for all.
-    """
+    """Yields pairs of a prefill agent and the name of a decode agent that is connected to it."""
     for agent, rows in survey.answers("peers"):
         if agent.hello["role"] != "prefill" or prefill not in (None, agent.name):
             continue

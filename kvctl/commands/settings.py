@@ -130,7 +130,6 @@ class _Layer:
 
     Attributes:
         origin: formats a key and this source for an error message.
-        values: the values by key.
     """
 
     origin: Callable[[str], str]
@@ -142,7 +141,6 @@ class _Sources:
     """All sources of option values, in order of precedence.
 
     Attributes:
-        flags: the values of the flags, which are also the first layer.
         context: the selected context, which is also one of the layers; None if none is selected.
         layers: the sources, highest precedence first.
     """

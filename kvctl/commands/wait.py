@@ -47,11 +47,7 @@ class Progress:
 
 
 class WaitCondition(Protocol):
-    """Condition that `kvctl wait` waits for.
-
-    Attributes:
-        calls: queries whose answers `progress` needs.
-    """
+    """Condition that `kvctl wait` waits for. `calls`: queries whose answers `progress` needs."""
 
     calls: tuple[Call, ...]
 
@@ -180,7 +176,6 @@ class Patience:
 
     Args:
         option: option of the command that has the time, for error texts.
-        text: the time, such as `60s`.
 
     Raises:
         click.UsageError: the text is not a time.
@@ -202,9 +197,6 @@ class Patience:
 
 def wait_for(settings: Settings, condition: WaitCondition, goal: str, patience: Patience) -> None:
     """Surveys the selected agents four times a second until the condition holds; prints the result on stderr.
-
-    Args:
-        goal: name of the condition, for the error text.
 
     Raises:
         CliError: the time is up, or the condition can no longer be reached.

@@ -25,12 +25,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem, described in one line.
-
-    Attributes:
-        code: health code; "" if no health code found the problem.
-        count: number of findings of this code that the text is about.
-    """
+    """One problem, described in one line. `code`: health code; "" if no health code found the problem."""
 
     state: CheckState
     text: str
@@ -40,12 +35,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the check of one area.
-
-    Attributes:
-        problems: problems, the worst first.
-        ignored: findings that the user ignores.
-    """
+    """Result of the check of one area."""
 
     area: str
     problems: Sequence[Problem]
@@ -62,13 +52,7 @@ def worst(states: Iterable[CheckState]) -> CheckState:
 
 
 def verdicts(areas: Sequence[str], reading: HealthReading, no_agents: str, least: int = 1) -> list[Verdict]:
-    """Returns one verdict for each area.
-
-    Args:
-        areas: keys of `AREAS`.
-        no_agents: text of the problem that is reported if no agent answered.
-        least: number of agents that must answer.
-    """
+    """Returns one verdict for each area. `no_agents`: text of the problem that is reported if no agent answered."""
     snapshot, agents = reading.snapshot, len(reading.snapshot.agents)
     # An agent that does not answer is a problem in each area, because its state is unknown.
     silent = list(_silent(snapshot.survey)) if snapshot.answered or snapshot.faults else []

@@ -69,7 +69,6 @@ class HealthWatch:
 
     Args:
         before: snapshot to compare the first survey with.
-        ignored: findings that the user ignores.
     """
 
     def __init__(self, before: Snapshot | None = None, ignored: Collection[Ignored] = ()) -> None:

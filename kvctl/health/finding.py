@@ -42,7 +42,6 @@ class Finding:
     """One problem, with the numbers that show it.
 
     Attributes:
-        code: name of the health code.
         subject: the object with the problem, the same from one snapshot to the next: an agent ("decode-0"), a pair
             ("prefill-0 → decode-1"), a room ("room 42"), a region ("decode-0 allocation 7").
         agents: agents to examine, the most important one first.
@@ -73,9 +72,7 @@ class Code:
     """One health code; see `health_code`.
 
     Attributes:
-        sees: symptom that an operator sees.
         means: meaning and origin of the condition; the text of the code's page.
-        remedy: general advice.
         severity: severity of the code's worst findings.
         find: returns the findings of a snapshot. It reports nothing where an agent's data is missing and must not raise
             because of an agent's answer.
@@ -110,7 +107,6 @@ class Code:
 
         Args:
             agents: agents to examine, without duplicates in the result; by default only `subject`.
-            severity: by default the severity of the code.
         """
         return Finding(
             self.name,

@@ -19,7 +19,6 @@ def carried_by(before: Sequence[Row], after: Sequence[Row], moved: float) -> tup
 
     Args:
         before, after: the devices before and after the transfer, each a `Nic`.
-        moved: bytes that the rank has written.
 
     Returns:
         "rdma", "tcp", or "" if no device of the host has carried most of the bytes, as over shared memory or NVLink.
@@ -52,7 +51,6 @@ def measured_lane(name: str, before: Row, after: Row, probe: Row) -> dict[str, A
     others use the same device; `lane_source` then says so.
 
     Args:
-        name: name of the peer.
         before: the writer's answers by command before the probe: `nics`, if it gave one.
         after: those after it: `nics` and `peers`.
         probe: its answer to `probe`; an older agent does not tell `moved_bytes`.

@@ -137,7 +137,6 @@ class Snapshot:
     """The state of a fleet according to one survey.
 
     Args:
-        survey: the agents' answers.
         taken_ns: time of the survey, on the same clock (monotonic or wall clock) as that of `before`.
         before: the previous snapshot of the same fleet, to compare counters with; None if there is none.
     """

@@ -19,8 +19,6 @@ class Widths:
     """Matrix widths of one transformer layer, before tensor parallelism splits them.
 
     Attributes:
-        hidden: width of the residual stream.
-        q_heads: number of query heads.
         intermediate: width of the MLP; for a mixture of experts, the sum over the experts that compute one token.
     """
 
@@ -36,7 +34,6 @@ class ModelPreset:
     Attributes:
         head_dim: elements of a K head, and of a V head unless `v_head_dim` is set. For kind "mla", elements of a latent
             row; such a model has one KV head and no V.
-        widths: matrix widths, for models with random weights.
         kind: "mha" (separate K and V, which includes GQA) or "mla" (a latent).
         states: per-request state other than the KV cache.
     """
@@ -65,7 +62,6 @@ def _window(heads: int, head_dim: int, window: int, layers: tuple[int, ...]) -> 
     """Returns the state component of sliding-window layers; an item is a page with a K and a V row per token (bf16).
 
     Args:
-        window: length of the attention window in tokens.
         layers: for each sliding-window layer, the KV layer beside which it runs.
     """
     return State("window", rows=2, heads=heads, head_bytes=2 * head_dim, layers=layers, kind="window", window=window)

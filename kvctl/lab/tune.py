@@ -38,8 +38,6 @@ class Candidate:
         ring_bytes: size of each decode rank's staging ring; 0 if the path does not use it.
         pipeline: "off", "on" or a number of layers per group.
         padded_ratio: share of the transferred tokens that is padding in the last page of a room.
-        row: result row of the bench that measured these settings.
-        recommended: whether these settings are the best ones measured.
         why: comparison with the best settings that they took turns with.
     """
 
@@ -112,9 +110,7 @@ def tune(
         measured: runs benches with some options changed in turns and yields their candidates; called with the name of
             the varied setting and the options of each bench.
         page_sizes: page sizes to try; the first one is the engine's own.
-        cp_modes: context-parallel modes to try.
         prompt_tokens: length of the longest prompt; chunk sizes of this length or more make no difference.
-        layers: number of layers of the model.
         layer_ms: simulated compute time per layer; layer groups are tried only if it is not 0.
         together: number of benches that can take turns with that of the best settings.
 
@@ -157,9 +153,7 @@ def run_fleets(program: Program, fleets: Fleets, steps: Steps, point_s: float | 
     """Starts the fleets, measures them in alternation and returns one candidate per result row.
 
     Args:
-        steps: progress display.
         point_s: time limit in seconds of one case and repeat; None: no limit.
-        label: prefix of the steps in the progress display.
 
     Raises:
         FleetError: a rank died, reported an error or did not answer in time.

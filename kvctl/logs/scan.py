@@ -38,12 +38,8 @@ class Signature:
     """One known failure.
 
     Attributes:
-        code: its name.
-        engine: program that writes the line.
         pattern: what the line contains; matches within one line.
         literals: a matching line contains at least one of these texts.
-        cause: most likely cause.
-        next: next step.
         report: URL of a public report, or the source file of the message.
     """
 
@@ -81,10 +77,8 @@ class Match:
     """A known failure in the logs that were searched.
 
     Attributes:
-        count: number of its lines.
         log, file, line: where the first one is: number and name of the log; lines count from 1.
         text: the first line, without colours, cut around the match if it is long.
-        last: the last line, likewise.
     """
 
     signature: Signature

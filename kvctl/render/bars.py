@@ -44,12 +44,7 @@ def drawn_stages(moments: Mapping[str, int], start: int) -> list[tuple[float, fl
 
 
 def split(share: float, width: int) -> list[Span]:
-    """Draws a bar of the hidden share and the exposed rest, `■■■■■□□□`; each gets at least one cell unless it is zero.
-
-    Args:
-        share: hidden share, from 0 to 1.
-        width: width of the bar, in cells.
-    """
+    """Draws a bar of the hidden share and the exposed rest, `■■■■■□□□`; each has a cell unless it is zero."""
     hidden = round(share * width)
     hidden = max(hidden, 1) if share > 0 else 0
     hidden = min(hidden, width - 1) if share < 1 else width
@@ -67,8 +62,6 @@ def segments(pieces: Sequence[tuple[float, float, Span]], end: float, width: int
 
     Args:
         pieces: (start, stop, glyph); later ones cover earlier ones; a non-empty one gets at least one cell.
-        end: length of the axis.
-        width: width of the axis, in cells.
     """
     cells: list[Span] = [(" ", "")] * width
     for start, stop, glyph in pieces:

@@ -15,7 +15,6 @@ def corrections(clocks: Mapping[str, ClockOffset], hosts: Mapping[str, str]) -> 
     """Formats by how much times were corrected: `n2 +3.1 ms ± 0.2 ms`; "" if no clock is known to differ.
 
     Args:
-        clocks: clocks of agents, by name.
         hosts: hosts of these agents; the others are named instead.
     """
     found = {hosts.get(agent) or agent: clock for agent, clock in clocks.items() if clock.correction_ns}

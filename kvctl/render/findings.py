@@ -64,10 +64,6 @@ def folded(rows: Iterable[Row], hosts: Mapping[str, str]) -> list[Row]:
     """Folds five or more findings of one code and severity into one, which names the hosts; keeps the order.
 
     The cause of such a row begins with the most frequent one, apart from names and numbers; the remedy is its remedy.
-
-    Args:
-        rows: rows of HEALTH or DOCTOR.
-        hosts: hosts of all agents, by name.
     """
     alike: dict[tuple[str, str], list[Row]] = {}
     for each in rows:
@@ -111,12 +107,7 @@ def overview(
     """Formats the headline and a table of the findings.
 
     Args:
-        rows: rows of HEALTH to print.
-        hosts: hosts of all agents by name, to fold findings.
-        agents: number of agents examined.
         silent: number of agents that did not answer, or not everything.
-        codes: number of health codes examined.
-        ignored: number of findings that the user ignores.
     """
     head = [headline(rows, not silent), (f"   {counted(agents, 'agent')}, {counted(codes, 'code')} examined", "dim")]
     if silent:

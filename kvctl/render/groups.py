@@ -46,11 +46,9 @@ class Group:
 
     Attributes:
         name: name of the host, of the instance, or the role.
-        ranks: rows of the ranks that answered.
         silent: rows of agents that have ended, and of those that did not answer, which have only name, host and health.
         missing: number of ranks of the group's instances of which no agent is known.
         oddities: why each odd agent is odd, by name.
-        totals: totals of the ranks.
     """
 
     by: By
@@ -225,7 +223,6 @@ def table(rows: Sequence[Row], by: By | None) -> Grid:
     """Returns the table of groups for `kvctl status`; rows as for `groups`.
 
     Args:
-        rows: rows of the agents.
         by: what to group by; None to list the odd instances and hosts, and to fold the others as far as necessary.
     """
     if by is not None:

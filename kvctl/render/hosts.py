@@ -47,12 +47,7 @@ HOSTS = View(
 
 
 def host_rows(rows: Sequence[Row], survey: Survey) -> list[dict[str, Any]]:
-    """Returns the rows of HOSTS, odd hosts first.
-
-    Args:
-        rows: rows of the agents, as for `groups`.
-        survey: the survey that they are from, for round trips and clocks.
-    """
+    """Returns the rows of HOSTS, odd hosts first."""
     return [_row(group, survey) for group in groups(rows, By.HOST)]
 
 
@@ -81,12 +76,7 @@ def _row(group: Group, survey: Survey) -> dict[str, Any]:
 
 
 def host_screen(host: Mapping[str, Any], agents: Sequence[Row]) -> list[Block]:
-    """Formats one host for a terminal: its summary, and the table of its agents.
-
-    Args:
-        host: its row of HOSTS.
-        agents: rows of STATUS.
-    """
+    """Formats one host for a terminal: its summary, and the table of its agents."""
     health = host["health"]
     lines: list[Line] = [
         _line(

@@ -102,10 +102,6 @@ def nic_rows(answers: Iterable[Any], before: Iterable[Any] = ()) -> list[dict[st
 
     Interfaces of different network namespaces of a host are different devices. Virtual interfaces that are down are
     left out.
-
-    Args:
-        answers: answers to `nics` of one reading.
-        before: those of the reading before, for the rates.
     """
     earlier = {each["agent"]: each for each in before}
     found: dict[tuple[str, str, str], dict[str, Any]] = {}

@@ -138,7 +138,6 @@ def pairs(roles: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[d
 
     Args:
         roles: roles of the agents that answered, by name; agents known only as a peer are added.
-        rows: rows of the admin command `peers`, of all agents.
     """
     known, reports = dict(roles), {}
     for row in rows:

@@ -37,16 +37,12 @@ class Report:
     """Result of one query.
 
     Attributes:
-        view: view of the rows.
         rows: rows for TSV, CSV and tables, before filters.
-        answered: number of agents that answered.
-        faults: errors of agents that did not answer.
         objects: builds the JSON data from the filtered rows, if JSON contains more than the rows.
         blocks: builds the terminal output from the filtered rows and the width in columns, instead of a plain table.
         prometheus: builds Prometheus text, for commands that support it.
         failure: error text if the command failed although agents answered.
         wrong: whether a problem was found, as by doctor and health: exit code 1 without a message.
-        notes: remarks for stderr.
         at_ns: wall clock of the answers; None means now.
     """
 

@@ -124,7 +124,6 @@ def finished_rows(answers: Iterable[tuple[Row, ClockOffset]], now_ns: int) -> li
 
     Args:
         answers: each row of an agent's answer to `history` or `slow`, with the offset of the agent's clock.
-        now_ns: this machine's wall clock when the agents answered.
     """
     return [{**row, "ago_ns": max(0, now_ns - row["finished_at_ns"] + clock.correction_ns)} for row, clock in answers]
 
@@ -225,13 +224,7 @@ FAILED = View(
 
 
 def failed_rows(answers: Iterable[Row], clocks: Mapping[str, ClockOffset], now_ns: int) -> list[Row]:
-    """Returns one row per failed room, with its first cause on any rank and times by this machine's clock.
-
-    Args:
-        answers: rows of all agents' answers to `failed`.
-        clocks: clock offsets by agent name.
-        now_ns: this machine's wall clock when the agents answered.
-    """
+    """Returns one row per failed room, with its first cause on any rank and times by this machine's clock."""
     by_number: dict[str, list[RoomDetail]] = {}
     for row in answers:
         detail = cast("RoomDetail", {**row, "timeline": [], "timeline_dropped": 0})
@@ -262,11 +255,7 @@ def _failed_row(room: RoomTimeline, now_ns: int) -> dict[str, Any]:
 
 
 def cause_rows(failed: Iterable[Row]) -> list[Row]:
-    """Returns one row of CAUSES per cause: per code and text, apart from names, numbers and remarks in parentheses.
-
-    Args:
-        failed: rows of FAILED.
-    """
+    """Returns one row of CAUSES per cause: per code and text, apart from names, numbers and remarks in parentheses."""
     alike: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(failed, key=lambda row: row["failed_at_ns"], reverse=True):
         alike.setdefault((row["code"], _REMARK.sub("", without_names(row["text"]))), []).append(row)
@@ -311,12 +300,7 @@ _MAX_MISSING = 16
 
 
 def room_blocks(room: RoomTimeline, timeline: Sequence[Row], width: int) -> list[Block]:
-    """Formats the header, ranks, parts and timeline of one room.
-
-    Args:
-        timeline: rows of TIMELINE to print.
-        width: width of the terminal, in columns.
-    """
+    """Formats the header, ranks, parts and timeline of one room."""
     return [
         Text([*_header(room), *_clocks(room), *_verdict(room), *_missing_parts(room), *_waits(room)]),
         Grid(RANKS, rank_rows(room)),

@@ -24,7 +24,6 @@ def printable_lines(text: str, styled: bool = False) -> str:
     """Replaces unprintable characters other than newlines and tabs with U+FFFD.
 
     Args:
-        text: several lines.
         styled: whether to keep SGR colour sequences, for text that kvctl itself formatted.
     """
     if styled:

@@ -38,9 +38,6 @@ class Filter:
     """One parsed comparison of `--filter`.
 
     Attributes:
-        column: column whose values are compared.
-        operator: operator as typed, such as `>=`.
-        text: value as typed.
         number: value in the unit of the column; None if values are compared as text.
     """
 

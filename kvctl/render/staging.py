@@ -170,12 +170,7 @@ _PINNED_NS = 1_000_000_000
 
 
 def draw_ring(answer: Mapping[str, Any], width: int) -> list[Line]:
-    """Draws the ring of one decode rank.
-
-    Args:
-        answer: the agent's answer to `staging`, whose `ring` is not None.
-        width: width of the terminal, in columns.
-    """
+    """Draws the ring of one decode rank. `answer`: the agent's answer to `staging`, whose `ring` is not None."""
     ring = answer["ring"]
     cells = max(10, width - _LABELS - 1)
     size = ring["size_bytes"]

@@ -257,9 +257,6 @@ def screen(rows: Sequence[Row], silent: int, health: Sequence[Span], table: Grid
 
     Args:
         rows: rows of STATUS; rows of agents that did not answer have only name, host, health and perhaps role.
-        silent: number of agents that did not answer.
-        health: short text about the findings.
-        table: the table; by default that of all agents.
     """
     answered = [row for row in rows if runs(row)]
     table = table or Grid(STATUS, rows)
@@ -465,10 +462,8 @@ class FleetSummary:
     """Totals of one fleet at one time; None is unknown.
 
     Attributes:
-        active: active rooms by state.
         prefill_active: rooms open on prefill ranks, including those that no decode rank has opened.
         counted: role of the ranks on which rooms, bytes and latency were counted: "decode" or "prefill".
-        latencies: number of rooms in the latency quantiles.
         waiting: agents that wait for others, with the reason they report.
         draining: agents that accept no new rooms, with the time since their drain (ns).
         gb_per_s: sum of the ranks' rates, each over the wall-clock time of its own transfers.

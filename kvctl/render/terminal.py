@@ -26,10 +26,8 @@ def render(blocks: Sequence[Block], columns: Sequence[Sequence[Column]], width: 
     """Formats blocks with an empty line between them.
 
     Args:
-        blocks: texts and tables.
         columns: for each block, the columns of its table; ignored for texts.
         width: width of the terminal, in columns; None for unlimited.
-        colour: whether to use colours.
     """
     lines: list[Line] = []
     for index, (block, chosen) in enumerate(zip(blocks, columns, strict=True)):

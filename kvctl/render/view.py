@@ -75,8 +75,6 @@ class KindRules:
     """Rules to format and parse values of one kind.
 
     Attributes:
-        human: formats a value for tables.
-        raw: formats a value for TSV and CSV.
         suffix: unit suffix of the column's name in machine-readable output.
         parse: parses a filter value with a unit; None if values are compared as text.
         unit: example of a value with a unit, if a bare number would be ambiguous.
@@ -139,12 +137,9 @@ class Column:
 
     Attributes:
         name: name in `--columns`, `--sort-by` and `--filter`, which also accept the other `spellings`.
-        kind: kind of the values.
-        width: condition under which the column is shown.
         help: description; by default that of `glossary.COMMON`, for names with the same meaning in all views.
         path: keys into the row joined by dots (`coverage.landed`), or a function of the row.
         header: table header; the name in capitals by default.
-        styles: terminal style by value.
         fixed: width in streams of lines; 0 for no padding.
     """
 
@@ -208,9 +203,7 @@ class View:
 
     Attributes:
         name: name of the JSON schema, `kvctl.<name>/1`.
-        columns: the columns.
         sort: column names, with a leading `-` for descending order.
-        empty: text for a terminal if there are no rows.
         also: (heading, view) of each further table that the same command prints.
     """
 

@@ -60,10 +60,7 @@ class TopApp(App[None]):
 
     Args:
         feed: source of readings; started and stopped by the app.
-        mode: how the app runs, such as from a recording.
-        view: name of the view that is shown first.
         clock: monotonic clock in nanoseconds, for the duration of a pause.
-        query: filters and order of the first view.
     """
 
     TITLE = "kvctl top"

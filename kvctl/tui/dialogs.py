@@ -18,10 +18,7 @@ class Prompt(ModalScreen[str | None]):
     """Input line at the bottom of the screen; Enter returns the text if it is valid, Esc returns None.
 
     Args:
-        title: name of the input.
-        value: initial text.
         check: returns an error message for an invalid text; "" if the text is valid.
-        hint: help shown beside the title while the text is valid.
         proposed: whether the initial text is a proposal, which the first typed letter replaces; otherwise the user
             edits it.
     """

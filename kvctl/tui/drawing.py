@@ -90,7 +90,6 @@ def sparkline(values: Iterable[float | None], width: int, height: int = 1, top: 
     Args:
         values: values, the oldest first; None for unknown values.
         width: width in cells, one cell for each value; older values that do not fit are left out.
-        height: height in lines.
         top: value of a full column; by default the largest of the values drawn.
 
     Returns:
@@ -124,11 +123,6 @@ def chart(
     """Draws a sparkline of `height` lines below a line with label, last value and peak.
 
     The area below the curve is drawn fainter.
-
-    Args:
-        human: formats a value.
-        width: width in cells.
-        style: style of the curve.
     """
     known = [value for value in values if value is not None]
     head: list[Span] = [(f"{label} ", "dim"), (human(values[-1] if values else None), "bold")]

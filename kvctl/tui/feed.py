@@ -59,7 +59,6 @@ class Reading:
         at_ns: wall-clock time of the reading; for a recording, the recorded time.
         survey: the answers; None if the source could not be read, and `problem` is the reason.
         findings: findings of the health codes; None unless this is a reading for the health codes.
-        position: position in the recording; None for a live fleet.
     """
 
     question: Question

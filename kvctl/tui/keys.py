@@ -19,11 +19,8 @@ class Key:
     Attributes:
         key: textual's name of the key.
         action: method of `TopApp` that the key calls, without the prefix `action_`, with its argument.
-        label: name of the key as displayed.
         name: name of the action for the footer, one or two words.
-        help: description for the help page.
         recorded: True for recordings only, False for live fleets only, None for both.
-        footer: whether the footer shows the key.
     """
 
     key: str

@@ -40,8 +40,6 @@ def snapshot(app: TopApp, path: Path, size: tuple[int, int], patience_ns: int) -
 
     Args:
         app: the app; it must not have run before.
-        path: the file: `.svg` or `.txt`.
-        size: columns and lines of the screen.
         patience_ns: how long to wait for data; the screen is written earlier if it is complete.
 
     Raises:

@@ -78,7 +78,6 @@ class AgentState:
     Attributes:
         seen_ns: wall-clock time of the agent's last answer.
         clock: offset of the agent's clock from this host's clock, from the most accurate reading.
-        answers: the agent's last answer to each command.
         trouble: reason why the agent did not answer the last reading; "" if it answered.
         ended_ns: time since its process ended, if its observer answers with what it left; otherwise None.
     """
@@ -98,14 +97,11 @@ class Store:
     """Collects readings and provides their data as rows for panels.
 
     Attributes:
-        agents: known agents, by name.
         now_ns: wall-clock time of the last reading; for a recording, the recorded time.
         problem: reason why the last reading failed; "" if it succeeded.
-        survey: the last survey; None before the first one.
         summary: totals of the agents that answered the last survey.
         never_heard: faults in the last survey of agents that have never answered.
         position: position in the recording; None for a live fleet.
-        findings: findings of the health codes; None before the first reading for them.
         examined_at_ns: wall-clock time of those findings.
         subject: subject of the last question with a subject, such as a room number.
         events_missed: number of events that are not shown, because more occurred between two readings than one answer

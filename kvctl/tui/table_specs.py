@@ -23,7 +23,6 @@ class TableSpec:
     """Specification of one table.
 
     Attributes:
-        view: columns of the table.
         fields: names of the fields of a row that identify it in every reading.
         opens_room: whether Enter on a row opens its room, if it has one.
     """

@@ -205,7 +205,6 @@ class Table(Canvas):
     with their values and do not shrink again, so that values stay in place.
 
     Args:
-        label: name of the table in its title.
         follows: row of the cursor that stays under it when rows are added before the user has moved it: -1 for the
             last, as for events, 0 for the first; None: the cursor stays on its row.
     """
@@ -255,9 +254,7 @@ class Table(Canvas):
         """Replaces the rows; the cursor stays on its row if that is still in the table.
 
         Args:
-            listing: the rows.
             stale_ns: returns the nanoseconds since an agent's last answer; None if the agent answers.
-            note: remark at the right end of the title line.
             empty: text shown if there are no rows; by default the text of the view.
         """
         end = self._end(self.listing) if self.listing is not None else self.cursor

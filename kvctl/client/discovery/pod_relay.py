@@ -35,8 +35,6 @@ class PodStream:
     """One forwarded connection to a port of a pod; one thread may send while another receives.
 
     Args:
-        configuration: of the Kubernetes client.
-        namespace, pod, port: what to connect to.
         timeout_s: longest time until the port answers.
 
     Raises:

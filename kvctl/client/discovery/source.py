@@ -25,7 +25,6 @@ class Found:
     """What a source knows.
 
     Attributes:
-        endpoints: the agents that it names now.
         faults: what is wrong with the source (`Fault.agent` is "", the message begins with the URL) or with agents that
             it names.
     """
@@ -83,7 +82,6 @@ class AgentSources:
     """The sources of one fleet, opened when they are first asked; a later `find` returns within 100 ms.
 
     Args:
-        keys: keys for agents and registries on TCP.
         timeout_ns: longest time to wait for the first answer of a source.
     """
 

@@ -41,9 +41,7 @@ class FailedRoom:
     """One failed room, reported by one or several ranks.
 
     Attributes:
-        code: failure code.
         rank: agent that detected the failure first.
-        text: description of the failure by that agent.
         known_to: agents that report the failure, in the order of their names.
         peers: agents at the other ends of the room, according to those that report the failure.
         ago_ns: time since the failure, by the clocks of the reporting agents; the longest if they differ.
@@ -167,8 +165,6 @@ def failure_finding(
     """Returns one finding about all given failed rooms, critical if all rooms fail.
 
     Args:
-        snapshot: the snapshot with the failures.
-        code: health code of the finding.
         failures: failed rooms, the most recent first; at least one.
         cause: number of failed rooms and the reason; the text of the most recent failure is appended.
         shows: rest of the remedy, after "`kvctl rooms show` shows": the relevant information, and further steps.
@@ -235,12 +231,9 @@ class Silence:
 
     Attributes:
         agent: reporting agent; `role` is its role.
-        peer: silent agent.
         lost: whether the peer is lost; otherwise it is suspect.
-        closed: whether the peer announced that it closes.
         needed: whether rooms of the agent need the peer; otherwise it is only remembered, as memory depends on it.
         for_ns: time since the last message of the peer; None if there was none.
-        rooms: number of rooms that still wait for the peer.
         error: the reporting agent's error message about the loss; "" if the peer is only suspect.
     """
 

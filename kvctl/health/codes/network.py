@@ -83,9 +83,6 @@ def too_large(host: str, address: str, mtu: int = _MTU, login: Sequence[str] = (
     """Returns the remedy for packets that are lost because of their size.
 
     Args:
-        host: host that sends them.
-        address: address of the other host.
-        mtu: MTU of the sender's interface.
         login: command line that runs a command on the sending host; without it the remedy names the host.
     """
     payload = mtu - _HEADERS[6 if ":" in address else 4]
@@ -253,7 +250,6 @@ class SlowPair:
     Attributes:
         wire_ns: usual time of a part on the wire.
         others_ns: that of the pairs compared with.
-        agents: names of writers and readers.
     """
 
     source: str

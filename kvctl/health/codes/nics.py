@@ -34,7 +34,6 @@ class Port:
 
     Attributes:
         network: network namespace of an interface; "" for an RDMA port, which all of them share.
-        row: the device now, a `Nic`.
         before: the same device in the previous reading of the same agent; None if there is none.
         users: agents that must use it, see `_rails`, in the order of their names.
         choosers: agents that must or may use it.

@@ -273,9 +273,7 @@ def _explanation(snapshot: Snapshot, name: str, peers: str, closed: bool, error:
     """Returns cause and remedy of the finding about a silent agent.
 
     Args:
-        name: the silent agent.
         peers: names of the agents that report its silence.
-        closed: whether the agent announced that it closes.
         error: error message of an agent that lost it; "" if there is none.
         since: ` for 9 s`, the time since its last message; "" if unknown.
     """

@@ -37,7 +37,6 @@ def _corruption(snapshot: Snapshot, code: Code, symptom: str, remedy: str) -> It
 
     Args:
         symptom: description of the corruption, the beginning of the cause.
-        remedy: advice that ends the remedy.
     """
     recent = snapshot.once(failed_rooms).get(code.name, ())
     by_culprit: dict[str, list[FailedRoom]] = {}

@@ -567,8 +567,6 @@ class UnansweredRequest(NamedTuple):
 
     Attributes:
         peer: decode rank that does not answer.
-        asked_ns: time since the first request.
-        requests: number of requests.
     """
 
     writer: str

@@ -167,7 +167,6 @@ class StuckRoom:
     """An active room that makes no progress.
 
     Attributes:
-        code: name of the health code.
         culprits: ranks that demonstrably delay the room; empty if the room is only old.
         reason: further explanation for the cause; "" if there is none.
     """

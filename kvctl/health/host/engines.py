@@ -133,14 +133,7 @@ def engine_facts(host: HostView, environments: Environments) -> Iterator[Fact]:
 
 
 class NixlWriter(NamedTuple):
-    """A prefill agent with NIXL and a KV pool in host memory.
-
-    Attributes:
-        name: name of the agent.
-        threads: threads of its NIXL backend.
-        ranks: number of ranks of its instance.
-        native: whether native code posts its writes.
-    """
+    """A prefill agent with NIXL and a KV pool in host memory. `native`: whether native code posts its writes."""
 
     name: str
     threads: int

@@ -41,9 +41,6 @@ def inspect(
     """Returns the results of all checks, the most severe first.
 
     Args:
-        host: the host to check.
-        directory: directory of agents' sockets.
-        snapshot: answers of the agents; None to check without agents.
         command: facts about a server that is not started yet; None to check those that run.
     """
     known = {} if snapshot is None else snapshot.agents
@@ -106,7 +103,6 @@ class _Engine(NamedTuple):
     """What the checks say about an engine that kvctl is part of.
 
     Attributes:
-        title: the engine's name.
         part: kvctl's part in it.
         packages: distributions of the engine.
         remedy: how to load it.
@@ -199,7 +195,6 @@ def explain_faults(survey: Survey, host: HostView | None) -> list[Finding]:
     Of several hosts, one of which no agent answers is one finding. The code of a finding is the code of the fault.
 
     Args:
-        survey: the survey whose faults are explained.
         host: host of the agents' processes; None if the survey comes from a file.
     """
     whole = silent_hosts(survey.faults, survey.hosts)

@@ -157,8 +157,6 @@ def environment_facts(host: HostView, directory: Path, ports: Mapping[str, int])
     """Checks namespaces, kernel settings, the socket directory and fixed ports.
 
     Args:
-        host: the host to check.
-        directory: directory of agents' sockets.
         ports: fixed ports that agents started from here would bind, by the name of the setting.
     """
     yield _namespaces(host)

@@ -60,8 +60,6 @@ class Server:
 
     Attributes:
         name: how findings name it: `process 123`, or `this command`.
-        options: its options.
-        environ: its environment.
         packages: versions of the packages that it can import, by name; None if they are not visible from here.
     """
 

@@ -48,7 +48,6 @@ class Fleet(RankGroup):
         ranks: the planned ranks by name.
 
     Args:
-        request: The request that the plan was made from.
         label: Prefix of the ranks' names, to tell them from another fleet's ranks of the same bench; "" for none.
     """
 
@@ -96,8 +95,6 @@ class Fleet(RankGroup):
 
         Args:
             command: What to run; its time limit and `busy` are set here.
-            rooms: The prepared rooms.
-            doing: Description of the trial, for error messages.
             busy_engine: Ranks whose engine is busy between its calls, one of `BUSY_ENGINES`.
         """
         turns_s = len(rooms) * _ENGINE_TURNS_S if busy_engine != "off" else 0.0

@@ -87,7 +87,6 @@ def html_report(
         blocks: the terminal's output, whose tables have all their columns here.
         rows: `runs` of the saved result, from which the charts are drawn.
         env: `env` of the saved result.
-        command: command line that was run.
         started_at: start time as text, such as `2026-11-20 12:49:42 UTC`.
     """
     columns = [each.view.columns if isinstance(each, Grid) else () for each in blocks]

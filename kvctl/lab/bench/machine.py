@@ -66,7 +66,6 @@ def fingerprint(device: str, lanes: list[str], gpus: Mapping[int, Gpu]) -> dict[
     Args:
         device: Device to report if no GPU is used, such as `cpu`.
         lanes: How the transports move bytes, as the ranks describe it, such as the value of `UCX_TLS`.
-        gpus: GPUs in use, by number.
     """
     any_gpu = next(iter(gpus.values()), Gpu(name="", driver="", cuda=""))
     return {

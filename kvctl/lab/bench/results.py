@@ -29,8 +29,6 @@ class Results:
         verify: One of `VERIFY_MODES`.
 
     Attributes:
-        plan: The plan of the fleet.
-        names: The planned ranks by rank name.
         ready: Each rank's answer to the start command; empty until the fleet has started.
         roofline: All measured limits in GB/s, by kind.
     """

@@ -21,7 +21,6 @@ class RoomTiming:
         first_token_ns, last_token_ns: equal to `success_ns` if no decoding is simulated.
         hidden_ns: transfer time before the forward ended, the longest of all prefill ranks; None for rooms outside the
             sample that the ranks report.
-        nbytes: bytes transferred.
         done_ns: success on all prefill ranks, which learn from the decode ranks that the room has ended.
     """
 
@@ -76,12 +75,7 @@ class TimedTrial:
 
 
 def time_rooms(trial: Trial, names: Mapping[str, PlannedRank], nbytes: Mapping[int, int]) -> TimedTrial:
-    """Combines the ranks' reports of a trial into the outcome of each room.
-
-    Args:
-        names: The planned ranks of the fleet, by rank name.
-        nbytes: Bytes to transfer, by room index.
-    """
+    """Combines the ranks' reports of a trial into the outcome of each room."""
     prefill = [trial.reports[name] for name, rank in names.items() if rank["role"] == "prefill"]
     decode = [trial.reports[name] for name, rank in names.items() if rank["role"] == "decode"]
     failures: dict[int, str] = {}

@@ -44,10 +44,8 @@ def row_of(
 
     Args:
         trials: All trials of the case, at least one.
-        names: The planned ranks of the fleet, by rank name.
         ready: Each rank's answer to the start command.
         roofline: GB/s of each kind in `machine.ROOFLINES`; None for kinds that were not measured.
-        verified: Whether received bytes were compared.
     """
     case = trials[0].trial.case
     planned = plan["loads"][case.load]
@@ -124,7 +122,6 @@ class Delta(NamedTuple):
     """Relative change of a figure from one row to another.
 
     Attributes:
-        ratio: the change; None if one of the rows lacks the figure.
         significant: whether the rounds tell the rows apart (`told_apart`).
     """
 
@@ -133,11 +130,7 @@ class Delta(NamedTuple):
 
 
 def rounds_of(trials: Sequence[TimedTrial], row: Callable[[Sequence[TimedTrial]], Mapping[str, Any]]) -> list[Any]:
-    """Returns the figures of each round of a case: of one batch, for which all compared cases take turns.
-
-    Args:
-        row: Returns the row of a list of trials.
-    """
+    """Returns the figures of each round of a case: of one batch, for which all compared cases take turns."""
     found = [row([trial]) for trial in trials if trial.timings]
     return [{name: each[name] for name in _ROUND_FIELDS} for each in found]
 
@@ -288,11 +281,7 @@ def _ttft(timings: Sequence[RoomTiming]) -> dict[str, float | None]:
 
 
 def _latency_over_copy(timings: Sequence[RoomTiming], gb_per_s: float | None) -> float | None:
-    """Returns the median over rooms of the latency divided by the time of one copy of the same bytes.
-
-    Args:
-        gb_per_s: Rate of the copy. If it is None (unknown), the result is None.
-    """
+    """Returns the median over rooms of the latency divided by the time of one copy of the same bytes."""
     if not gb_per_s or not timings:
         return None
     return median([each.latency_ns * gb_per_s / max(1, each.nbytes) for each in timings])

@@ -87,16 +87,9 @@ class Session:
     """The measurement of one fleet; a context manager that ends the fleet.
 
     Args:
-        variant: The fleet's request and its name.
-        program: Determines the cases that are measured.
-        verify: One of `VERIFY_MODES`.
         point_s: Time limit of one case and repeat, as in `TimeBudget`; None for no limit.
         label: Prefix of the descriptions of steps; "" if there is only one fleet.
         rank_prefix: Prefix of the ranks' names, to tell them from other fleets' ranks; "" for none.
-
-    Attributes:
-        results: All measurements so far.
-        measured: The results with the variant.
     """
 
     def __init__(
@@ -164,7 +157,6 @@ def measure(sessions: Sequence[Session], steps: Steps, roofline: bool = True) ->
     """Starts every fleet, runs their trials in turns, and measures the roofline before and after the trials.
 
     Args:
-        steps: Display that counts the trials.
         roofline: Whether to measure the roofline.
 
     Raises:

@@ -50,17 +50,9 @@ class ServerBench:
 
     Args:
         pairs: one for each side, the undivided server first if there is one.
-        loads: each is measured in every round.
-        rounds: number of rounds.
-        output_tokens: generated tokens of each request.
         seed: of the prompts, which are the same for all sides.
-        step: says what happens next.
         finished: called after each load of a round and side.
         requests: of each load, round and side; None: three for each of those at a time, at least twelve.
-        check: whether tokens are compared.
-
-    Attributes:
-        results: in the order of the pairs.
     """
 
     def __init__(

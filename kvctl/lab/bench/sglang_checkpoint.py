@@ -24,7 +24,6 @@ class Llama(NamedTuple):
 
     Attributes:
         positions: the longest request, in tokens.
-        dtype: name of a torch type.
         qwen3: a Qwen3, which is a Llama with norms of q and k: SGLang has DP attention for it.
     """
 

@@ -51,7 +51,6 @@ def model_of(name: str | None, sizes: Mapping[str, int], cuda: bool, longest: in
         name: folder or VENDOR/NAME of a model, or a known model, whose shape gets random weights; None: the default,
             without a GPU a tiny one.
         sizes: `MODEL_SIZES` that replace those of the shape.
-        longest: tokens of the longest request.
         dp_attention: random weights are those of a Qwen3: SGLang's Llama has no DP attention.
 
     Raises:

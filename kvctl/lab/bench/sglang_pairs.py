@@ -89,12 +89,7 @@ class ServerPlan(NamedTuple):
         model: folder of a checkpoint, or a name that SGLang resolves.
         prefill, decode: parallel sizes; an undivided server has those of prefill.
         prefill_gpus, decode_gpus: numbers of the GPUs, evenly spaced; empty: servers without a GPU.
-        page_size: tokens.
         longest: tokens of the longest request with its output.
-        concurrency: most requests at a time.
-        flags: further flags of every server.
-        environment: further variables of every server.
-        vocabulary: prompts have tokens below this.
     """
 
     model: str
@@ -140,7 +135,6 @@ class Generated(NamedTuple):
     """The answer to one request.
 
     Attributes:
-        tokens: the generated tokens.
         first_s: from sending the request to both servers until the first token from decode, in seconds.
         token_s: of each further token, in seconds; None if there was one.
     """
@@ -154,13 +148,10 @@ class Pair:
     """The servers of one side, which nobody has started.
 
     Args:
-        side: the side.
-        plan: what all sides have in common.
         folder: new folder for the servers' logs.
         python: that of an environment with SGLang.
 
     Attributes:
-        fleet: the servers' processes.
         prefill: None: the server is undivided.
     """
 

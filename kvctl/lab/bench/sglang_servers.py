@@ -169,9 +169,6 @@ class Fleet:
 
     Args:
         python: that of an environment with SGLang.
-        model: folder of the checkpoint.
-        folder: where the logs are written.
-        flags: of every server.
         environment: variables of all processes, beside those of this one.
     """
 

@@ -34,8 +34,6 @@ class Case:
     """One load on one path with one pipeline setting: the unit that the bench compares.
 
     Attributes:
-        load: index into the plan's loads.
-        layer_ms: simulated compute time of one layer for one chunk.
         busy_engine: ranks whose engine is busy between its calls, one of `BUSY_ENGINES`.
     """
 
@@ -74,9 +72,6 @@ class Trial:
     """One run of one batch of a case.
 
     Attributes:
-        batch: index into the load's batches.
-        repeat: number of the repeat, from 0.
-        reports: report of each rank on the run, by rank name.
         verdicts: report of each decode rank on the verification, by rank name; empty if nothing was verified.
         idle_loops: speed of the engine's loop before and after the run, of each rank with a busy engine.
     """
@@ -138,8 +133,6 @@ class TrialRunner:
     """Runs trials of a plan on one fleet.
 
     Args:
-        verify: One of `VERIFY_MODES`.
-        decode_ms: Simulated time of one decode step.
         on_step: Called with a short description of the next step.
         point_s: Time limit of one case and repeat, as in `TimeBudget`; None for no limit.
     """

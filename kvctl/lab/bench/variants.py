@@ -20,7 +20,6 @@ class Variant:
 
     Attributes:
         label: transport and CP mode, as far as they differ between the fleets; "" if neither differs.
-        request: the request from which the fleet is planned.
     """
 
     label: str

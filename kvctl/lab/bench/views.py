@@ -194,12 +194,7 @@ def contestants(rows: Sequence[Row]) -> list[str]:
 
 
 def blocks(rows: Sequence[Row], outcome: Outcome) -> list[Block]:
-    """Returns the terminal output: the setup, the results and the roofline.
-
-    Args:
-        rows: Rows of `BENCH`.
-        outcome: Results of all fleets.
-    """
+    """Returns the terminal output: the setup, the results and the roofline."""
     every = outcome.rows()
     head = [*_setup(outcome), *_load(rows)]
     table, same = _table(rows)
@@ -212,11 +207,7 @@ def blocks(rows: Sequence[Row], outcome: Outcome) -> list[Block]:
 
 
 def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
-    """Returns a row for each writer and each decode rank that it sends to, with ranks, GPUs, layers, pages and bytes.
-
-    Args:
-        fleet: Name of the fleet, or "".
-    """
+    """Returns a row for each writer and each decode rank that it sends to, with ranks, GPUs, layers, pages and bytes."""
     several = any(rank["instance"] > 0 for rank in plan["ranks"])
     devices = {(rank["instance"], rank["unique"]): rank["device"] for rank in plan["ranks"]}
 

@@ -29,8 +29,6 @@ class ScheduledFault:
         at_s: start, counted from the start of the traffic.
         kind: "kill" restarts the rank later; "pause" resumes it; "replace" pauses the rank (the freeze) and starts
             another process in its place; "fault" sets a fault of the rank's agent.
-        rank: name of the rank.
-        seconds: duration of the outage, pause, freeze or agent fault.
         spec: for "fault", spec of the agent's fault; for "kill", spec of a fault in force in the restarted process.
         again_s: for "kill", time after which the restarted process is killed again (0: never). For "replace", time for
             which the frozen process is resumed before it is ended (0: it is killed without being resumed).

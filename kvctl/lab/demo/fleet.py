@@ -61,17 +61,12 @@ class FleetPlan:
     """Parameters of a live fleet.
 
     Args:
-        prefill: parallel sizes of the prefill instances, all of which serve the one decode instance.
-        decode: parallel sizes of the decode instance.
         concurrency: number of rooms in flight over the whole fleet, for which the pools are sized.
-        tokens: minimum and maximum prompt length.
         ring_mb: size in MiB of each decode rank's staging ring; 0: slightly less than its rooms in flight need.
         layers, kv_heads, head_dim: size of the model, small so that many rooms fit.
         config: configuration of every agent, which overrides `SHORT_TIMINGS`.
         verify: whether to compare every received byte and to watch free pages for stray writes.
         odd_pages: page sizes of misconfigured ranks, by name.
-        odd_rings: ring sizes in MiB of misconfigured ranks, by name.
-        absent: names of ranks that are never started.
     """
 
     prefill: tuple[Sizes, ...] = (Sizes(tp=2),)
@@ -174,14 +169,9 @@ class LiveRank:
 
     Attributes:
         name: name of the rank, with the prefix of the fleet.
-        planned: position and sizes of the rank.
-        process: the current process; None while there is none.
         replaced: a paused process that `process` replaced, until it has exited; its messages are ignored.
         paused: whether the current process was stopped by `LiveFleet.pause`.
         instances: prefill instances with which the rank can exchange rooms, as last reported; empty until it serves.
-        incarnation: incarnation of the rank's agent, as last reported.
-        lives: number of processes started so far.
-        started_ns: time at which the current process was started.
         serving_ns: time at which the current process first reported that it serves; 0: not yet.
     """
 
@@ -216,7 +206,6 @@ class LiveFleet(RankGroup):
     """Starts, disturbs and ends the processes of a live fleet, one per rank, and exchanges messages with them.
 
     Attributes:
-        plan: plan of the fleet, with prefixed rank names.
         ranks: state of the ranks by name, prefill ranks first.
     """
 

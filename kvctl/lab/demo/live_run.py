@@ -20,13 +20,7 @@ _TOKEN = 0  # of these reports; `LiveFleet.usage` waits for reports with other t
 
 
 class Run:
-    """Traffic and faults on a fleet.
-
-    Attributes:
-        traffic: opens the rooms and has their results.
-        faults: executes the scheduled faults.
-        usage: latest report of the resources of each running rank, by name.
-    """
+    """Traffic and faults on a fleet. `usage`: latest report of the resources of each running rank, by name."""
 
     def __init__(
         self,
@@ -40,11 +34,8 @@ class Run:
         """Prepares the run; opens no rooms yet.
 
         Args:
-            fleet: a fleet that has been started.
-            options: arrival of the rooms.
             faults: schedule of faults, relative to now.
             everywhere: specs of faults that every rank has in force all the time; "" for none.
-            scenarios: scenarios whose scripts are run.
             say: function that gets the lines of each scenario, and with None those about ranks that ended.
         """
         self.fleet = fleet

@@ -27,17 +27,14 @@ class LiveRoom:
     """State of one room at all its ranks. All times are monotonic nanoseconds.
 
     Attributes:
-        number: the bootstrap_room.
         prefill: names of the prefill ranks that the router sent the room to, those of one dp group.
         decode: names of the decode ranks, those of one dp group.
         ranks: names of all ranks that know the room: the whole prefill instance and the decode ranks.
-        opened_ns: time at which the router opened the room.
         aborted: whether the command to abort the room was sent to a rank.
         expects: ranks that have not reported yet that the room's pages are free.
         ends: end of the room as reported by each rank, by rank name.
         released: time at which the room's pages became free, by rank name.
         died: time of exit of each rank whose process exited before the room ended there, by rank name.
-        hung: ranks at which the room was found to hang.
     """
 
     number: int
@@ -123,14 +120,9 @@ class RoomAccounting:
 
     Attributes:
         rooms: rooms by number: all that are not over, and the latest `_KEPT_ROOMS` of those that are.
-        disturbances: all recorded disturbances.
-        hung: rooms found to hang.
-        corrupt: wrong bytes found.
         unexpected: failed rooms that no disturbance explains.
-        opened: number of rooms opened.
         done, failed: number of rooms that are over and have succeeded or failed.
         expected: number of failed rooms that an abort or a disturbance explains.
-        verified_bytes: bytes that decode ranks have compared.
         delivered_bytes: KV bytes of all rooms that have succeeded, compared or not.
         causes: number of failed rooms by the code of their first cause.
         in_flight: number of rooms, by decode dp group, that have not ended at all their decode ranks. A failed room
@@ -143,7 +135,6 @@ class RoomAccounting:
         Args:
             patience_s: time after its opening at which a room that has not ended counts as hung.
             grace_s: time after the end of a disturbance in which it still explains failures.
-            token_bytes: KV bytes of one token over the whole model.
         """
         self._token_bytes = token_bytes
         self._patience_ns = round(patience_s * _NS)

@@ -42,7 +42,6 @@ class ScenarioContext:
     """Gives a script access to the fleet, its traffic, and an operator's queries and commands.
 
     Attributes:
-        traffic: opens rooms and disturbs ranks.
         say: function that prints a line about an action of the script.
     """
 
@@ -87,11 +86,7 @@ class ScenarioContext:
         return any(row["peer"] == peer and row["state"] in ("suspect", "lost") for row in rows)
 
     def force_release(self, rank: str, serial: int) -> None:
-        """Frees a region of a decode rank's staging ring, as `kvctl staging release --force` does.
-
-        Args:
-            serial: serial number of the region's grant.
-        """
+        """Frees a region of a decode rank's staging ring, as `kvctl staging release --force` does."""
         self._ask(rank, Call("release", {"serial": serial, "force": True}))
 
     def drain(self, rank: str) -> bool:
@@ -184,7 +179,6 @@ def faulty(role: str, spec: str, effect: str, place: int = -1) -> Script:
     """Returns a script that sets a fault of one rank's agent for good.
 
     Args:
-        spec: spec of the fault.
         effect: line that the script prints; `{rank}` stands for the name of the rank.
         place: as in `ScenarioContext.take`.
     """
@@ -312,14 +306,11 @@ class Scenario:
 
     Attributes:
         name: value of `kvctl demo --fault` that selects the scenario.
-        does: one-line description, for the list of scenarios.
         code: health code that `kvctl doctor` should report first.
         look: commands that show the fault, the most useful one first.
-        script: actions of the scenario.
         alone: why no other scenario can run at the same time; "" if others can.
         options: values for options of `kvctl demo` that the user did not give.
         plan: values for fields of `FleetPlan`.
-        config: configuration of every agent.
     """
 
     name: str

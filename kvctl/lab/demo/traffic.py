@@ -43,7 +43,6 @@ class RoomChoice:
     """One room to open, as chosen by the router.
 
     Attributes:
-        send: command for the room's prefill ranks.
         aborter: name of the rank that aborts the room after `abort_after_s`; None: the room is not aborted.
         hangs_at: name of the prefill rank whose last forward of the room never ends; None: all forwards end.
     """
@@ -62,8 +61,6 @@ class TrafficOptions:
     Args:
         rate: rooms per second; 0: opens rooms whenever fewer than the plan's concurrency are in flight.
         bursty: whether most rooms arrive close together; only with a rate.
-        aborts: share of rooms that one of their ranks aborts.
-        longest_gap_s: maximum time between two forwards of a room.
     """
 
     rate: float = 0.0
@@ -77,9 +74,6 @@ class Router:
 
     The seed determines all random choices. `choose` returns a room only if all ranks of its prefill instance and of its
     decode dp group serve and have a free slot. A room occupies a slot at a rank until its pages are free there.
-
-    Attributes:
-        held: number of occupied slots by rank name.
     """
 
     def __init__(self, ranks: Mapping[str, PlannedRank], plan: FleetPlan, options: TrafficOptions) -> None:
@@ -107,8 +101,6 @@ class Router:
         Args:
             serving: prefill instances with which each rank can exchange rooms, by rank name; empty for a rank that is
                 down.
-            in_flight: number of rooms in flight by decode dp group.
-            now_ns: current time on the monotonic clock.
         """
         free = [dp for dp in self._dps if in_flight.get(dp, 0) < self._limit]
         pairs = [(instance, dp) for instance in self._prefill_dp for dp in self._groups(instance, serving, free)]
@@ -224,9 +216,7 @@ class Traffic:
         """Prepares the event loop; rooms are opened once `run`, `until` or `turn` is called.
 
         Args:
-            fleet: a fleet that has been started.
             on_event: callback for every message and exit of a rank, after it was handled.
-            on_turn: callback at the end of every turn.
         """
         plan = fleet.plan
         self.fleet = fleet
@@ -265,7 +255,6 @@ class Traffic:
         """Opens a room with the given properties, whether or not its ranks serve.
 
         Args:
-            aborter: name of a rank that aborts the room shortly afterwards.
             gap_s: if given, the room is computed in two forwards with this time between them.
             hangs_at: if given, the room is computed in `chunks` forwards, the last of which never ends on this rank.
             computes: number of tokens that the prefill ranks compute; None: `tokens`.
@@ -298,7 +287,6 @@ class Traffic:
         """Runs the event loop until a condition is met.
 
         Args:
-            waited_for: description of the condition, for the error message.
             quiet: whether to open no new rooms meanwhile.
 
         Raises:
@@ -326,7 +314,6 @@ class Traffic:
         """Runs the event loop once: performs scheduled actions, opens rooms, and polls the fleet.
 
         Args:
-            timeout_s: maximum time to wait for events.
             quiet: whether to open no new rooms.
         """
         now = time.monotonic()
@@ -360,11 +347,7 @@ class Traffic:
         self.fleet.kill(name)
 
     def restart(self, name: str, faults: str = "") -> None:
-        """Restarts a rank that has been killed; the router sends it rooms once it serves.
-
-        Args:
-            faults: specs of faults in force from the start of the process.
-        """
+        """Restarts a rank that has been killed; the router sends it rooms once it serves."""
         self.fleet.restart(name, faults)
         self.first_success_ns.pop(name, None)
 
@@ -418,10 +401,6 @@ class Traffic:
         """Records a disturbance if this process woke up much later than requested.
 
         The ranks probably lacked CPU time as well and sent no heartbeats, so that peers declared them lost.
-
-        Args:
-            since_ns: time at which the wait began.
-            waited_s: requested time of the wait.
         """
         now_ns = time.monotonic_ns()
         late_s = (now_ns - since_ns) / 1e9 - waited_s

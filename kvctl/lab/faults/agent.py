@@ -58,7 +58,6 @@ def faulty_agent(faults: FaultInjector, **arguments: Any) -> Agent:
     Args:
         faults: the faults in force, which may change at any time. Those set before this call affect the construction
             of the agent as well, such as its incarnation.
-        arguments: keyword arguments of `Agent`.
     """
 
     def transport(*opened: Any) -> Transport:

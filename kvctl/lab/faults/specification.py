@@ -154,11 +154,8 @@ class Fault:
     """A fault parsed from a spec; which fields are set depends on the unit of its kind.
 
     Attributes:
-        text: the spec.
         share: probability from 0 to 1, for unit "share".
         ns: value in nanoseconds, for units "time" and "jump".
-        messages: names of message types, for unit "messages".
-        rank: name of the rank, for unit "rank".
         at_ns: start after the start of the run, for unit "rank".
         for_ns: duration, for unit "rank"; None: until the end of the run.
     """

@@ -134,12 +134,7 @@ class CorruptWrite:
 
 
 class LateWrite:
-    """A write that is posted to the wrapped transport with a delay; if it is released before the post, nothing lands.
-
-    Attributes:
-        bytes: size of the write.
-        descriptors: number of descriptors.
-    """
+    """A write that is posted to the wrapped transport with a delay; if it is released before the post, nothing lands."""
 
     def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, pause_ns: int) -> None:
         self.bytes = nbytes

@@ -30,7 +30,6 @@ class Listener:
     """Answers connections on TCP ports until the process ends.
 
     Attributes:
-        ports: the ports that it listens on.
         refused: why it cannot listen on the others, by port.
     """
 
@@ -106,9 +105,6 @@ def reach(address: str, port: int, token: str, timeout_s: float) -> dict[str, An
 
 def own_address(given: str) -> str:
     """Returns the address at which other hosts probably reach this one.
-
-    Args:
-        given: the host as the user has written it.
 
     Returns:
         `given`, if it is an address; else the one that the SSH client has connected to; else that of the default route;

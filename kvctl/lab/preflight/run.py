@@ -136,8 +136,6 @@ class Preflight:
     Args:
         addresses: of each host, as the SSH client knows it, the address at which others reach it; "" to find it out.
         ranks: the ranks of the layout, those of a role in order.
-        pairs: (prefill rank, decode rank) of each pair that transfers.
-        progress: shows a text on what is being done.
     """
 
     def __init__(

@@ -96,9 +96,6 @@ class Worker:
         """Opens the transport; the answer describes the process, its memory and its host.
 
         Args:
-            params: the transport's parameters, as `transport_params`.
-            environment: variables to set before an engine is imported.
-            device: GPU number, or HOST.
             address: address at which other hosts reach this one; "": the process finds it out.
             ports: TCP ports to listen on; a free one if there are none.
             token: what a connection to these ports must begin with, hexadecimal.
@@ -214,9 +211,6 @@ class Worker:
 
 def _measure(once_us: Callable[[int], float], most: int) -> dict[str, Any]:
     """Measures small writes for the latency, then larger and larger ones, of at most `most` bytes, for the rate.
-
-    Args:
-        once_us: writes so many bytes, and returns the duration in µs.
 
     Returns:
         `first_ns`, of the first write, which waits for the connection; `latency_ns`, the shortest of a small write;

@@ -18,7 +18,6 @@ class Batch:
     """A run of a batch.
 
     Attributes:
-        rows: times of each successful room, as in `RunReport.rooms`.
         failures: cause of each failed room as text, by room index.
         deadline_ns: time on the monotonic clock at which rooms that have not ended are aborted.
         release_ns: time until which the rank waits for the pages of ended rooms; None while rooms have not ended.

@@ -51,7 +51,6 @@ class Job:
     """The forward of one room's prompt: its times on the monotonic clock.
 
     Attributes:
-        started_ns: start of the forward.
         done_ns: completion of its last layer for its last chunk, so far.
         compute_ns: total compute time of all layers and chunks, without pipeline waits.
     """
@@ -92,7 +91,6 @@ class Forward:
 
         Args:
             asked_ns: time since which the room has waited for its forward.
-            prefetched: whether staging has been requested already.
 
         Yields:
             Before each step, the time on the monotonic clock at which the step is due.

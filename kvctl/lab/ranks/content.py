@@ -110,14 +110,11 @@ class Content:
     """The rooms of one rank and the content of its pool.
 
     Attributes:
-        start: the rank's Start command.
         views: every plane (K, V, latent, state component) of which this rank holds layers, of KV groups as well.
-        store: writes and compares content in the pool's memory.
         rooms: rooms that own pages, by room number, in the order in which they were added.
         items: by room number, one array per segment: indices of the room's pages, of those in the window for a KV
             group, or of its items for a state component, in the prompt's order.
         slots: index of each room's aux row, by room number.
-        free_slots: indices of the aux rows that no room owns.
     """
 
     def __init__(self, pool: KVPool, start: Start) -> None:

@@ -34,8 +34,6 @@ class PlaneView:
     Attributes:
         shard: the layers and heads of the segment that this rank holds.
         index: position of the plane within a layer.
-        plane: size of the plane.
-        writer: writes and checks the plane's rows in host memory.
     """
 
     pool: KVPool
@@ -114,11 +112,7 @@ def _rows(shard: LocalShard, plane: Plane, dtype_bytes: int) -> Rows:
 
 
 class WrittenPage(NamedTuple):
-    """A page that should contain only poison but contains other bytes.
-
-    Attributes:
-        found: content of the page.
-    """
+    """A page that should contain only poison but contains other bytes."""
 
     plane: PlaneId
     page: int
@@ -248,7 +242,6 @@ class _Span(NamedTuple):
 
     Attributes:
         offset: bytes from the start of the plane to that of the span.
-        memory: the span's bytes.
         elements: view `[pages, rows, heads, bytes]` of the plane's elements in the span.
         pages: indices in `elements` of the pages that are wanted.
         positions: their positions in the list of wanted pages.

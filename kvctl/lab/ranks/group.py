@@ -91,7 +91,6 @@ class Event(NamedTuple):
     Attributes:
         kind: kind of the message (see `messages.Message`), or "exited".
         data: data of the message; for an exit `returncode` and `output`, the last lines that the process printed.
-        at_ns: time at which the event was read, on the monotonic clock.
     """
 
     process: RankProcess
@@ -110,10 +109,8 @@ class RankGroup:
 
     Attributes:
         prefix: prefix of the rank names; "" unless another agent on this machine already uses one of the names.
-        names: names of the ranks, with the prefix.
         directory: private temporary directory of the fleet, made when it is first used; `close` removes it.
         processes: the latest process of each rank that was started, by name.
-        running: processes that have not exited.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -142,7 +139,6 @@ class RankGroup:
         Call it from the main thread: the kernel sends SIGTERM to a rank when the thread that started it ends.
 
         Args:
-            environment: environment variables to add to those of this process.
             program: command line of the process, without the options that `RankProcess` adds.
             stdio: as for `RankProcess`; the process may run on another host, and does not use `directory`.
         """
@@ -169,10 +165,6 @@ class RankGroup:
 
     def ask(self, commands: Mapping[str, Command], timeout_s: float, doing: str) -> dict[str, Mapping[str, Any]]:
         """Sends commands to ranks and waits for all answers.
-
-        Args:
-            commands: the command for each rank, by rank name.
-            doing: name of the phase, for error messages.
 
         Returns:
             The answers by rank name.

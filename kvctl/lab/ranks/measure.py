@@ -82,7 +82,6 @@ def hidden(find: Callable[[int], Sequence[FoldedRoom]], rooms: Mapping[int, int]
     """Returns how much of each room's transfer overlapped with its computation, on a prefill rank.
 
     Args:
-        find: returns the agent's records of a room number.
         rooms: room index by room number of the successful rooms, in order; only the last `MAX_SAMPLED_ROOMS` are used.
 
     Returns:
@@ -101,7 +100,6 @@ def layer_groups(records: Iterable[FoldedRoom], layers: int) -> int:
     """Returns in how many layer groups a room was sent, the largest number of all chunks and peers; 0 if none is known.
 
     Args:
-        records: the agent's records of the room.
         layers: number of the model's layers; those of a draft model have higher numbers and are not counted.
     """
     groups: dict[tuple[int, str | None], set[tuple[int, int]]] = {}

@@ -78,22 +78,13 @@ class Start:
     The rank sends `Serving` once it can serve, and again whenever the set of reachable instances changes.
 
     Args:
-        fleet_dir: private directory of the fleet.
         instance: number of the rank's prefill instance; -1 for a decode rank.
-        unique: number of the rank within its instance.
-        prefill: parallel sizes of all prefill instances.
         bootstraps: registry endpoint of each prefill instance.
-        decode: parallel sizes of the decode instance.
-        page_order: one of `request.PAGE_ORDERS`.
         state_slots: number of pages in the pool for each KV group, and of items for each state component, by name.
-        seed: seed of the test pattern and of all random choices.
-        config: configuration of the agent.
         faulty: whether to build the agent with fault injection.
         device: GPU number, or HOST for a pool in host memory.
-        faults: specs of the faults in force from the start.
         verify: whether to compare each room that was opened by itself, and to watch free pages for stray writes; all
             pages are poisoned for that.
-        page_size: tokens per page of the rank's pool.
         transfer_page: tokens of a transfer page; 0: `page_size`.
         state_page_size: tokens of a page of state of the kinds "window" and "pages"; 0: `page_size`.
         kv_layout: layout of the pool, one of `request.KV_LAYOUTS`.
@@ -151,11 +142,7 @@ class Room:
 
     Args:
         index: position of the room in its load; determines the test pattern of its pages.
-        number: the bootstrap_room.
-        tokens: prompt length.
         prefix_tokens: length of the prefix that the decode side has cached.
-        decode_dp: dp group of the decode instance that receives the room.
-        instance: number of the prefill instance that computes the room.
         arrival_ms: arrival after the first room of the batch; None: as soon as the window allows (closed loop).
         output_tokens: number of tokens to decode; 0 skips decoding.
     """
@@ -177,8 +164,6 @@ class Measure:
     Args:
         kind: a limit of transfer rates, answered with `FloorMeasured`, for which no other rank may do anything; or
             "loop" for the speed of `BusyLoop`, answered with `LoopTimes`.
-        seconds: duration for kind "loop".
-        busy: kind of the loop for kind "loop".
     """
 
     do: ClassVar[str] = "measure"
@@ -195,7 +180,6 @@ class Prepare:
         batch: number of the batch; a prefill rank writes the test pattern of the same batch only once.
         path: transfer path of the run: "bulk", "slice", "staged", "direct" or "auto".
         rooms: all rooms of the batch, also those in which the rank takes no part.
-        poison: whether decode ranks fill their pools with poison.
         pipeline: "off", "on", "auto" or a number of layers per group.
     """
 
@@ -213,7 +197,6 @@ class Run:
 
     Args:
         windows: maximum number of rooms in flight for each decode dp group.
-        timeout_s: time after which rooms that have not ended are aborted.
         layer_ms: simulated compute time of one layer for one chunk; a prefill rank computes one chunk at a time.
         decode_ms: simulated time of one decode step; the rooms of a decode rank are decoded together.
         show: index of the room whose layer groups are counted; -1 for none.
@@ -244,10 +227,7 @@ class Open:
     The other arguments are for prefill ranks.
 
     Args:
-        room: the room, whose number is used once per fleet.
-        chunks: number of forwards that compute the room's pages.
         groups: number of layer groups in which each forward is sent; 1: all layers together.
-        gap_s: time between two forwards.
         at_once: whether to compute immediately instead of when the decode side has opened the room.
         hangs: whether the last forward never ends, so that the room waits until a deadline or an abort.
     """

@@ -21,8 +21,6 @@ class RoomVisit:
     Attributes:
         arrival_ns: arrival of the request, from which its time to first token counts.
         success_ns: time at which the KV cache was complete and decoding could start.
-        first_ns, last_ns: times of the first and the last decoded token.
-        tokens_left: number of tokens still to decode.
     """
 
     room: Room

@@ -70,10 +70,6 @@ class Wrong(NamedTuple):
     """The first wrong element found in a range of pages.
 
     Attributes:
-        at: row in the room.
-        head: global head.
-        dim: position of the element in the head's row.
-        expected, found: expected and actual bytes of the element.
         row: all bytes found in this row and head, to trace where they come from.
     """
 
@@ -157,7 +153,6 @@ class Writer:
         """Compares pages of a room with the test pattern; returns the first wrong element, or None.
 
         Args:
-            block: all bytes of this plane on this rank, flat, in page order.
             pages: indices of the pages to compare, which are consecutive pages of the room.
             bases: `row_bases` of the room for this rank's heads, from the start of the room; 0: poison.
             first_page: position of `pages[0]` in the room.
@@ -210,10 +205,7 @@ def trace(row: bytes, seed: int, rooms: Mapping[int, int], heads: int, planes: I
     """Finds the position to which a row of the test pattern belongs, by inverting the product.
 
     Args:
-        row: all bytes found in one row and head.
         rooms: number of rows of each candidate room, by room index.
-        heads: number of heads of the whole model.
-        planes: candidate planes.
 
     Returns:
         The position; None if the row belongs to no candidate or has fewer than 8 bytes.

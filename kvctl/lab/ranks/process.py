@@ -39,15 +39,11 @@ class RankProcess:
     """A rank process as seen from its parent. Only `reap` blocks.
 
     Attributes:
-        name: name of the rank.
-        pid: process id.
         channel: socket for commands and messages, to be polled for reading.
         output: pipe with the output of the process, to be polled for reading.
         exit_fd: pidfd, readable once the process has exited.
-        channel_closed, output_closed: whether the process has closed its end.
         answer: data of the answer to the last command; None until it arrives.
         fatal: data of the fatal error that the process reported; None if it reported none.
-        doing: text of the last progress report.
         stopping: whether a Stop command was sent, so that the exit is expected.
     """
 
@@ -57,7 +53,6 @@ class RankProcess:
         """Starts the process.
 
         Args:
-            environment: all environment variables of the process.
             program: command line of the process, without the options of the channel.
             stdio: whether the channel is the process's standard input and output; it then gets no options.
         """

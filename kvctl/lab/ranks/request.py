@@ -87,7 +87,6 @@ class Sizes:
     """Parallel sizes of one instance.
 
     Args:
-        tp: tensor-parallel size of attention.
         layers: number of layers of each pipeline stage. If empty, layers are split evenly and the first stages take the
             remainder.
     """
@@ -125,12 +124,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One point of a sweep.
-
-    Args:
-        concurrency: maximum number of rooms in flight.
-        rooms: number of rooms; None: that of the plan request.
-    """
+    """One point of a sweep. `rooms`: number of rooms; None: that of the plan request."""
 
     concurrency: int
     tokens: Tokens
@@ -152,10 +146,8 @@ class State:
         name: any word except "kv" and "draft".
         rows: rows of an item in one layer. For kinds "window" and "pages" an item is a page; `rows` counts per token.
         heads: heads of a row, which tp ranks split; 1 if every rank holds the whole row.
-        head_bytes: bytes of one head in one row.
         layers: for each layer of the component, the KV layer beside which it runs, ascending; determines its pipeline
             stage. If empty, the component has one layer beside every KV layer.
-        kind: one of `STATE_KINDS`.
         window: length of the window in tokens, for kind "window".
     """
 
@@ -175,7 +167,6 @@ class Group:
     Args:
         name: any identifier except "kv" and "draft".
         layers: number of layers; they run beside KV layers that are spread evenly over the model.
-        page_size: tokens per page, on both sides.
         window: length of the window in tokens, at the end of a prompt; 0: all tokens.
         heads, head_dim: heads and their elements, of K and of V; None: as in the model.
     """
@@ -322,7 +313,6 @@ def parse_choices(text: str, shown: tuple[str, ...], allowed: Callable[[str], bo
 
     Args:
         shown: allowed words, or examples of them, for the error text.
-        allowed: whether a word is allowed.
     """
     words = tuple(dict.fromkeys(parse_names(text)))
     for word in words:
@@ -358,9 +348,7 @@ def option(
     """Declares a field that is an option of `kvctl bench`, named like the field.
 
     Args:
-        text: help text; defaults that are computed are part of it.
         default: default of the option: the field's, or a text that `parse` turns into the field's.
-        parse: parses a value.
         more: `flag`: name of the option if it differs; `choices`: allowed values; `least`: minimum of a number, or of
             each number of a tuple, if it is not 1; `value`: value of an option that takes none.
     """
@@ -464,7 +452,6 @@ class PlanRequest(ModelOptions, EngineOptions, DeviceOptions, ComputeOptions):
     Args:
         prefill: parallel sizes of the prefill instances, all of which serve the one decode instance.
         memory_bytes: limit for all KV pools and rings together.
-        output_tokens: number of tokens to decode per room.
         rate: requests per second with Poisson arrivals; 0: closed loop.
         prefix_hit: fraction of each prompt that the decode side has cached.
         rooms: number of rooms of a load; None: enough for a stable result.

@@ -51,8 +51,6 @@ class Rooms(ABC):
 
     Attributes:
         handles: the agent's handle of every open room, by room number, until its pages are free.
-        verifier: checks the rooms that are opened one by one, and free pages.
-        batch: the run in progress; None: none.
         failed: numbers of the rooms that failed in the last run.
     """
 

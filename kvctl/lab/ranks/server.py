@@ -153,12 +153,7 @@ class Channel:
 
 
 def serve(fd: int, parent_pid: int) -> int:
-    """Handles the parent's commands until Stop, or until the parent is gone; returns the exit code of the process.
-
-    Args:
-        fd: inherited socket of the channel to the parent.
-        parent_pid: process id of the parent.
-    """
+    """Handles the parent's commands until Stop, or until the parent is gone; returns the exit code of the process."""
     server = _Server(fd)
     try:
         tie_to_parent(parent_pid)

@@ -141,7 +141,6 @@ def gpu_budget(
 
     Args:
         tokens: prompt length used to calculate the bytes of a room on each GPU; the result hardly depends on it.
-        free: function that returns the free bytes of a GPU number.
 
     Raises:
         DeviceError: a GPU cannot be queried.

@@ -27,7 +27,6 @@ class OwedParts(NamedTuple):
     """The parts of one segment that one writer has to send to one decode rank for a room.
 
     Attributes:
-        share: layers and heads that the writer sends.
         parts: number of transfer pages, pages of a KV group, or state items, of each part.
     """
 
@@ -88,10 +87,8 @@ class TransferVolume:
         """Returns all parts of a room, grouped by writer, decode rank and segment.
 
         Args:
-            instance: prefill instance that computes the room.
             prefix_tokens: length of the prefix that the decode side has cached.
             room: number of the room, which determines the prefill dp group.
-            decode_dp: dp group of the decode instance.
 
         Raises:
             LayoutError: the prefix is longer than the prompt, or there is no such decode dp group.

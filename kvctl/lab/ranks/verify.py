@@ -108,7 +108,6 @@ def strays(
 
     Args:
         pages_of: function that returns the pages, or state items, of a view that must contain poison.
-        slots: aux rows that must contain poison.
         repair: whether to fill the pages and rows with poison again, so that each write is reported once.
     """
     for view in content.views:

@@ -78,18 +78,11 @@ class Worker:
         at: position of the rank in its instance.
         inbox: queue of the parent's commands and of the rooms' state changes that the rank acts on, in the order in
             which they occurred.
-        send: sends a message to the parent.
         path, pipeline: transfer path and pipeline mode of the prepared batch.
-        rooms: the rooms of the rank.
     """
 
     def __init__(self, start: Start, inbox: queue.SimpleQueue[Any], send: SendMessage) -> None:
-        """Allocates the pool and builds the agent, without starting it.
-
-        Args:
-            inbox: queue of the main loop.
-            send: sends a message to the parent.
-        """
+        """Allocates the pool and builds the agent, without starting it."""
         self.start = start
         self.at = own_coord(start)
         self.inbox = inbox
@@ -298,7 +291,6 @@ def build_agent(start: Start, pool: KVPool, make_agent: Callable[..., Agent] = A
 
     Args:
         make_agent: `Agent`, or a function that takes its arguments.
-        more: further arguments of `Agent`.
     """
     side = own_side(start)
     sizes = {f"{name}_size": getattr(side, name) for name in ("dp", "pp", "cp", "tp")}

@@ -41,7 +41,6 @@ class LoadNeeds:
         longest: (tokens, cached tokens) of the longest room.
         reader_bytes: maximum bytes that one room stages in the ring of one decode rank.
         window: maximum number of rooms in flight at one decode rank.
-        notes: messages to the user about limits that were applied.
     """
 
     load: PlannedLoad
@@ -69,7 +68,6 @@ def segment_items(volume: TransferVolume, needs: Sequence[LoadNeeds], instance: 
 
     Args:
         instance: prefill instance; ignored for decode ranks.
-        role: "prefill" or "decode".
     """
     inputs = volume.inputs[max(0, instance)]
     groups = (inputs.prefill if role == "prefill" else inputs.decode).dp
@@ -194,8 +192,6 @@ def fit_batch(
     """Returns (rooms in flight, rooms per batch) such that every batch fits in memory, and there are `ROUNDS` or fewer.
 
     Args:
-        concurrency: requested number of rooms in flight.
-        rooms: number of rooms of the load.
         room_bytes: payload of a room of mean length.
         most_rooms: number of rooms of maximum length that the pools hold at once, at least 1.
         decode_dp: number of decode dp groups; if possible, a batch has the same number of rooms for each.
@@ -224,8 +220,6 @@ def prefill_instance(position: int, groups: int, instances: int, decode_dp: int)
 
     Args:
         groups: result of `prefill_groups`.
-        instances: number of prefill instances.
-        decode_dp: number of decode dp groups.
     """
     turn = position // groups
     return (turn + turn // (instances * decode_dp)) % instances
@@ -238,9 +232,7 @@ def most_held(
 
     Args:
         counts: number of pages of each room of the load.
-        batches: [first, end) of the rooms of each batch.
         group_of: dp group of each room; -1 if the instance takes no part in the room.
-        groups: number of dp groups of the instance.
     """
     most = [0] * groups
     for first, end in batches:

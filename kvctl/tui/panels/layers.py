@@ -21,11 +21,7 @@ _MEDIANS: Line = [("medians over the agents", "dim")]
 
 
 def over_agents(rows: Sequence[Row]) -> list[Row]:
-    """Combines rows of agents into one row of medians for each layer group and path, writers first, then readers.
-
-    Args:
-        rows: rows of the agents' answers to `layers`.
-    """
+    """Combines rows of agents into one row of medians for each layer group and path, writers first, then readers."""
     found: dict[tuple[bool, str, int, int], list[Row]] = {}
     for row in rows:
         reads = hidden_share(row) is None and "arrive" in row["stages"]

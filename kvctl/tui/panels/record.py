@@ -39,14 +39,7 @@ class RecordPanel(Panel):
         self._rows: dict[tuple[str, ...], Row] = {}
 
     def open(self, title: str, origin: Panel, table: Table, rows: Sequence[Row]) -> None:
-        """Sets the rows that the panel shows.
-
-        Args:
-            title: title of the panel.
-            origin: panel that contains the table; its question reads the rows.
-            table: table that contains the rows.
-            rows: rows of the table.
-        """
+        """Sets the rows that the panel shows. `origin`: panel that contains the table; its question reads the rows."""
         assert table.spec is not None
         self.title, self._origin, self._table, self._spec = title, origin, table, table.spec
         self._rows = {table.spec.key(row): row for row in rows}
