@@ -361,11 +361,7 @@ class RecordingSource:
     ) -> None: ...
 
     def seek(self, index: int) -> None:
-        """Makes the snapshot with this index the current one.
-
-        Raises:
-            IndexError: the file has no such snapshot.
-        """
+        """Makes the snapshot with this index the current one; raises IndexError if the file has no such snapshot."""
         if not 0 <= index < len(self.moments):
             raise IndexError(f"{self._path} has {len(self.moments)} snapshots, none with index {index}")
         self.moment = index

@@ -82,11 +82,7 @@ class ServerRequest:
 
 
 def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: Mapping[int, Gpu]) -> ServerRequest:
-    """Resolves the options.
-
-    Raises:
-        click.UsageError: an option does not apply, or options contradict each other.
-    """
+    """Resolves the options; raises click.UsageError if an option does not apply, or options contradict each other."""
     if others := sorted(_flag(name) for name in set(given) - _SHARED - _OWN):
         raise click.UsageError(f"{', '.join(others)}: not with --engine sglang, only with synthetic ranks")
     if options["verify"] == "sample":

@@ -34,11 +34,7 @@ class Contexts:
 
     @classmethod
     def read(cls, path: Path) -> Contexts:
-        """Reads the file.
-
-        Raises:
-            click.UsageError: it cannot be read, or has another structure.
-        """
+        """Reads the file; raises click.UsageError if it cannot be read, or has another structure."""
         try:
             content = json.loads(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError):

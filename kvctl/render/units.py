@@ -101,11 +101,7 @@ def clock_time(value: int | None) -> str:
 
 
 def parse_duration(text: str) -> int:
-    """Converts `5s`, `200ms`, `1h30m` to nanoseconds.
-
-    Raises:
-        ValueError: the text is not a duration with a unit.
-    """
+    """Converts `5s`, `200ms`, `1h30m` to nanoseconds; raises ValueError if the text is not a duration with a unit."""
     text = text.strip()
     pieces: list[tuple[str, str]] = _DURATION.findall(text)
     if not pieces or "".join(number + unit for number, unit in pieces) != text:

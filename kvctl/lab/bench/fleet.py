@@ -66,11 +66,7 @@ class Fleet(RankGroup):
         return [name for name, rank in self.ranks.items() if rank["role"] == role]
 
     def start(self) -> dict[str, Ready]:
-        """Starts every rank and waits until all are connected.
-
-        Raises:
-            FleetError: A rank did not start.
-        """
+        """Starts every rank and waits until all are connected; raises FleetError if a rank did not start."""
         for name, rank in self.ranks.items():
             self.launch(name).send(rank_start(self._plan, self._request, rank, name, self.directory))
         timeout_s = _READY_S + _READY_S_PER_RANK * len(self.ranks)

@@ -114,11 +114,7 @@ class Session:
         self._runner = TrialRunner(self.fleet, plan, verify, decode_ms, self.step, point_s)
 
     def start(self) -> None:
-        """Starts the fleet.
-
-        Raises:
-            FleetError: A rank did not start.
-        """
+        """Starts the fleet; raises FleetError if a rank did not start."""
         self.step(f"starting {len(self.fleet.ranks)} ranks")
         self.results.ready = self.fleet.start()
 

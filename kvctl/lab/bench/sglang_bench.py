@@ -150,11 +150,7 @@ class ServerBench:
         return [pair.prompt(length, random.Random(f"{self._seed} {length}")) for length in lengths]
 
     def _send(self, pair: Pair, at: int, number: int, total: int, pool: ThreadPoolExecutor) -> Round:
-        """Sends requests of a load, its concurrency at a time.
-
-        Raises:
-            ServerError: a request failed.
-        """
+        """Sends requests of a load, its concurrency at a time; raises ServerError if a request failed."""
         load = self._loads[at]
         source = random.Random(f"{self._seed} {at} {number}")
         values = load.tokens.values

@@ -134,7 +134,7 @@ class CorruptWrite:
 
 
 class LateWrite:
-    """A write that is posted to the wrapped transport with a delay; if it is released before the post, nothing lands."""
+    """A write that is posted to the wrapped transport with a delay; nothing lands if it is released before."""
 
     def __init__(self, post: Callable[[], Write], nbytes: int, descriptors: int, pause_ns: int) -> None:
         self.bytes = nbytes

@@ -36,11 +36,7 @@ def side_of(sizes: Sizes) -> ParallelConfig:
 
 
 def model_shape(planned: PlannedShape, page_size: int) -> ModelShape:
-    """Converts a planned shape to the layout's type.
-
-    Raises:
-        LayoutError: the sizes are not supported.
-    """
+    """Converts a planned shape to the layout's type; raises LayoutError if the sizes are not supported."""
 
     def kv(sizes: PlannedShape | PlannedDraft | PlannedGroup, layers: int) -> ModelShape:
         return ModelShape(

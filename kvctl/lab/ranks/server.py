@@ -83,11 +83,7 @@ def _abandoned(signum: int, frame: FrameType | None) -> None:
 
 
 def parse_command(line: bytes) -> Command:
-    """Parses one line of the channel as a command.
-
-    Raises:
-        RemoteProtocolError: the line is not a valid command.
-    """
+    """Parses one line of the channel as a command; raises RemoteProtocolError if the line is not a valid command."""
     try:
         message = msgspec.json.decode(line)
         return msgspec.convert(message["args"], COMMANDS[message["do"]])
