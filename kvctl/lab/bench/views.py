@@ -207,7 +207,7 @@ def blocks(rows: Sequence[Row], outcome: Outcome) -> list[Block]:
 
 
 def plan_rows(plan: Plan, fleet: str) -> list[dict[str, Any]]:
-    """Returns a row for each writer and each decode rank that it sends to, with ranks, GPUs, layers, pages and bytes."""
+    """Returns a row for each writer and each decode rank that it sends to, with its GPUs, layers, pages and bytes."""
     several = any(rank["instance"] > 0 for rank in plan["ranks"])
     devices = {(rank["instance"], rank["unique"]): rank["device"] for rank in plan["ranks"]}
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvctl.lab.ranks.content_store import HostStore, MirrorStore, PlaneView, plane_views
+from kvctl.lab.ranks.content_store import HostStore, MirrorStore, PlaneView, Store, plane_views
 from kvctl.lab.ranks.geometry import group_pages, model_shape, side_of, state_items
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes, Pages, Words, aux_row, row_bases
@@ -122,7 +122,7 @@ class Content:
         self._filled: int | None = None
         self.start = start
         self.views = plane_views(pool, start.shape["dtype_bytes"])
-        self.store = HostStore() if pool.device is None else MirrorStore(pool.device)
+        self.store: Store = HostStore() if pool.device is None else MirrorStore(pool.device)
         self._groups, self._states = start.shape["groups"], start.shape["states"]
         # KV and draft share their pages; the segments behind them have pages or items of their own.
         self._shared = len(pool.segments) - len(self._groups) - len(self._states)

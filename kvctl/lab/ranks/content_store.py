@@ -7,9 +7,10 @@ work is complete.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from kvctl_agent.memory.addresses import PlaneStrides
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.segment import SegmentMemory
 
-_BLOCK_BYTES = 256 << 10
 # Copies between a device and the host: the bytes that take as long as starting a copy, and the most in one.
 _COPY_BYTES = 100 << 10
 _SPAN_BYTES = 64 << 20
@@ -56,11 +56,6 @@ class PlaneView:
         return self._memory.addresses.strides[self.index]
 
     @property
-    def contiguous(self) -> bool:
-        """Whether pages, rows and heads follow one another without gaps, in this order."""
-        return self._memory.addresses.contiguous(self.index)
-
-    @property
     def _memory(self) -> SegmentMemory:
         return self.pool.segments[self.shard.segment.index]
 
@@ -69,11 +64,6 @@ class PlaneView:
         """Name of the plane in mismatch reports: "k", "latent", "draft k", "swa k", or a state component's name."""
         segment = self.shard.segment
         return self.plane.name if segment.name == "kv" or segment.state else f"{segment.name} {self.plane.name}"
-
-    def blocks(self) -> Iterator[tuple[PlaneId, Bytes]]:
-        """Yields (plane id, bytes) of each layer of a contiguous plane in host memory, flat and in page order."""
-        for layer in range(self.shard.layer_lo, self.shard.layer_hi):
-            yield self._plane_id(layer), self._memory.block(layer, self.index)
 
     def elements(self) -> Iterator[tuple[PlaneId, Bytes]]:
         """Yields (plane id, view `[pages, rows, heads, bytes]`) of each layer of a pool in host memory."""
@@ -119,19 +109,17 @@ class WrittenPage(NamedTuple):
     found: Bytes
 
 
-class HostStore:
-    """Writes and checks the content of one rank's pool in host memory."""
+class Store(ABC):
+    """Writes and checks the content of one rank's pool."""
+
+    _step_bytes: ClassVar[int]  # of pages that are compared at once
 
     def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
         """Writes the test pattern into all pages of a room in every layer; `bases` are its `pattern.row_bases`."""
-        if view.contiguous:
-            for plane, block in view.blocks():
-                view.writer.fill(block, pages, bases, plane)
-            return
-        dense, order = _dense(view, len(pages)), np.arange(len(pages))
-        for plane, elements in view.elements():
-            view.writer.fill(dense.reshape(-1), order, bases, plane)
-            elements[pages] = dense.reshape(-1, *elements.shape[1:])
+        dense = _dense(view, len(pages))
+        for plane, place in self._planes(view):
+            view.writer.fill(dense, bases, plane)
+            self._write(view, place, pages, dense)
 
     def check(
         self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
@@ -146,60 +134,78 @@ class HostStore:
         Returns:
             The first layer with a mismatch and the first wrong element there; None if everything is correct.
         """
-        contiguous = view.contiguous
-        for (plane, block), first in zip(view.blocks() if contiguous else view.elements(), firsts, strict=True):
-            some = pages[first : first + count]
-            if not contiguous:
-                block, some = block[some].reshape(-1), np.arange(count)
-            wrong = view.writer.check(block, some, bases, plane, first_page=first)
-            if wrong is not None:
-                return plane, wrong
+        step = self._step(view)
+        for (plane, place), first in zip(self._planes(view), firsts, strict=True):
+            for at in range(first, first + count, step):
+                found = self._read(view, place, pages[at : min(at + step, first + count)])
+                wrong = view.writer.check(found, bases, plane, first_page=at)
+                if wrong is not None:
+                    return plane, wrong
         return None
-
-    def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
-        """Fills these pages with poison in every layer; None: all pages."""
-        for _, elements in view.elements():
-            elements[slice(None) if pages is None else pages] = POISON
 
     def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
         """Yields, for each layer, the first of `pages` that contains other bytes than poison, if there is one."""
-        step = max(1, _BLOCK_BYTES // view.rows.page_bytes)  # many small pages are compared at once
-        for plane, elements in view.elements():
+        step = self._step(view)
+        for plane, place in self._planes(view):
             for first in range(0, len(pages), step):
                 some = pages[first : first + step]
-                found = elements[some].reshape(len(some), -1)
+                found = self._read(view, place, some)
                 hits = np.flatnonzero((found != POISON).any(axis=1))
                 if len(hits):
                     yield WrittenPage(plane, int(some[hits[0]]), found[hits[0]])
                     break
 
+    def _step(self, view: PlaneView) -> int:
+        """Returns the number of pages to compare at once."""
+        return max(1, self._step_bytes // view.rows.page_bytes)
 
-class MirrorStore(HostStore):
+    @abstractmethod
+    def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
+        """Fills these pages with poison in every layer; None: all pages."""
+
+    @abstractmethod
+    def _planes(self, view: PlaneView) -> Iterator[tuple[PlaneId, Any]]:
+        """Yields (plane id, place of the plane for `_read` and `_write`) of each layer."""
+
+    @abstractmethod
+    def _read(self, view: PlaneView, place: Any, pages: Pages) -> Bytes:
+        """Returns the bytes of pages, uint8 `[pages, page_bytes]`."""
+
+    @abstractmethod
+    def _write(self, view: PlaneView, place: Any, pages: Pages, dense: Bytes) -> None:
+        """Writes pages of a prefill rank, to whose pool nothing else writes."""
+
+
+class HostStore(Store):
+    """Store for a pool in host memory."""
+
+    _step_bytes = 256 << 10
+
+    def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
+        for _, elements in view.elements():
+            elements[slice(None) if pages is None else pages] = POISON
+
+    def _planes(self, view: PlaneView) -> Iterator[tuple[PlaneId, Any]]:
+        return view.elements()
+
+    def _read(self, view: PlaneView, place: Bytes, pages: Pages) -> Bytes:
+        return place[pages].reshape(len(pages), -1)
+
+    def _write(self, view: PlaneView, place: Bytes, pages: Pages, dense: Bytes) -> None:
+        place[pages] = dense.reshape(-1, *place.shape[1:])
+
+
+class MirrorStore(Store):
     """Store for a pool on a device, through copies in host memory.
 
     Pages that lie near one another are copied at once, with what is between them: each copy takes as long as some
     further 100 KiB, and a pool of small pages, such as those of one token, has millions of them.
     """
 
+    _step_bytes = _SPAN_BYTES
+
     def __init__(self, device: Device) -> None:
         self._device = device
-
-    def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
-        dense, order = _dense(view, len(pages)), np.arange(len(pages))
-        for plane, base in view.addresses():
-            view.writer.fill(dense.reshape(-1), order, bases, plane)
-            # Only prefill ranks are filled, and nothing else writes to their pools.
-            self._upload(view, base, pages, dense, _COPY_BYTES)
-
-    def check(
-        self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
-    ) -> tuple[PlaneId, Wrong] | None:
-        for (plane, base), first in zip(view.addresses(), firsts, strict=True):
-            dense = self._download(view, base, pages[first : first + count])
-            wrong = view.writer.check(dense.reshape(-1), np.arange(count), bases, plane, first_page=first)
-            if wrong is not None:
-                return plane, wrong
-        return None
 
     def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
         for _, base in view.addresses():
@@ -210,23 +216,18 @@ class MirrorStore(HostStore):
                 # Parts of other rooms may land in the pages between these.
                 self._upload(view, base, pages, np.full((len(pages), view.rows.page_bytes), POISON, np.uint8), 0)
 
-    def written(self, view: PlaneView, pages: Pages) -> Iterator[WrittenPage]:
-        step = max(1, _SPAN_BYTES // view.rows.page_bytes)
-        for plane, base in view.addresses():
-            for first in range(0, len(pages), step):
-                some = pages[first : first + step]
-                found = self._download(view, base, some)
-                hits = np.flatnonzero((found != POISON).any(axis=1))
-                if len(hits):
-                    yield WrittenPage(plane, int(some[hits[0]]), found[hits[0]])
-                    break
+    def _planes(self, view: PlaneView) -> Iterator[tuple[PlaneId, Any]]:
+        return view.addresses()
 
-    def _download(self, view: PlaneView, base: int, pages: Pages) -> Bytes:
+    def _read(self, view: PlaneView, place: int, pages: Pages) -> Bytes:
         dense = _dense(view, len(pages))
         for span in _spans(view, pages, _COPY_BYTES):
-            self._device.download(base + span.offset, span.memory)
+            self._device.download(place + span.offset, span.memory)
             dense[span.positions] = span.elements[span.pages].reshape(len(span.pages), -1)
         return dense
+
+    def _write(self, view: PlaneView, place: int, pages: Pages, dense: Bytes) -> None:
+        self._upload(view, place, pages, dense, _COPY_BYTES)
 
     def _upload(self, view: PlaneView, base: int, pages: Pages, dense: Bytes, gap: int) -> None:
         """Writes pages; what lies between their elements, and up to `gap` bytes between pages, is written unchanged."""

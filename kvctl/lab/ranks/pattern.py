@@ -134,36 +134,29 @@ class Writer:
         self._dense: Bytes | None = None
         if rows.row_bytes % 8:
             self._dense = np.empty((count, rows.row_bytes), dtype=np.uint8)
-        self._found = np.empty((self._pages, rows.page_bytes), dtype=np.uint8)
 
-    def fill(self, block: Bytes, pages: Pages, bases: Words, plane: PlaneId) -> None:
-        """Writes the test pattern of a room into its pages.
+    def fill(self, dense: Bytes, bases: Words, plane: PlaneId) -> None:
+        """Writes the test pattern of a room.
 
         Args:
-            block: all bytes of this plane on this rank, flat, in page order.
-            pages: indices of all pages, or state items, of the room, in the prompt's order.
+            dense: all pages, or state items, of the room in this plane on this rank, in the prompt's order, uint8
+                `[pages, page_bytes]`.
             bases: `row_bases` of the room for this rank's heads and all rows of these pages; 0: poison.
         """
-        target = _as_pages(block, self.rows.page_bytes)
-        for first, end in self._blocks(len(pages)):
-            part = self._expected(bases, first, end, plane)
-            target[pages[first:end]] = _as_pages(part, self.rows.page_bytes)
+        for first, end in self._blocks(len(dense)):
+            dense[first:end] = self._expected(bases, first, end, plane).reshape(end - first, -1)
 
-    def check(self, block: Bytes, pages: Pages, bases: Words, plane: PlaneId, first_page: int = 0) -> Wrong | None:
-        """Compares pages of a room with the test pattern; returns the first wrong element, or None.
+    def check(self, dense: Bytes, bases: Words, plane: PlaneId, first_page: int = 0) -> Wrong | None:
+        """Compares consecutive pages of a room with the test pattern; returns the first wrong element, or None.
 
         Args:
-            pages: indices of the pages to compare, which are consecutive pages of the room.
             bases: `row_bases` of the room for this rank's heads, from the start of the room; 0: poison.
-            first_page: position of `pages[0]` in the room.
+            first_page: position of the first of the pages in the room.
         """
-        source = _as_pages(block, self.rows.page_bytes)
-        for first, end in self._blocks(len(pages)):
-            expected = self._expected(bases, first_page + first, first_page + end, plane)
-            found = self._found[: end - first].reshape(-1)
-            np.take(source, pages[first:end], out=_as_pages(found, self.rows.page_bytes), mode="clip")
-            if not _equal(found, expected):
-                return self._locate(found, expected, first_page + first)
+        for first, end in self._blocks(len(dense)):
+            expected, found = self._expected(bases, first_page + first, first_page + end, plane), dense[first:end]
+            if not np.array_equal(found.reshape(-1), expected):
+                return self._locate(found.reshape(-1), expected, first_page + first)
         return None
 
     def _blocks(self, pages: int) -> Iterator[tuple[int, int]]:
@@ -233,15 +226,3 @@ def _mix64(x: Words) -> Words:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _as_pages(flat: Bytes, page_bytes: int) -> npt.NDArray[np.void]:
-    """Returns a view of the bytes with one opaque element per page, which numpy copies with memcpy at any page size."""
-    return flat.view(np.dtype((np.void, page_bytes)))
-
-
-def _equal(a: Bytes, b: Bytes) -> bool:
-    # Eight bytes at a time if the size allows; scratch memory is aligned in any case.
-    if a.nbytes % 8 == 0:
-        return bool(np.array_equal(a.view(np.uint64), b.view(np.uint64)))
-    return bool(np.array_equal(a, b))

@@ -74,7 +74,7 @@ def deck(content: Content, name: str) -> PlaneView:
 
 def layer(content: Content, number: int, name: str) -> Bytes:
     """All bytes of one plane of one layer."""
-    return next(block for sheet, block in deck(content, name).blocks() if sheet.layer == number)
+    return next(each for sheet, each in deck(content, name).elements() if sheet.layer == number).reshape(-1)
 
 
 def pages_of(content: Content, number: int, name: str) -> Any:
@@ -106,9 +106,9 @@ def receive(content: Content, skip: int = 0) -> None:
     """What a correct transfer leaves: everything, or all but the first `skip` pages of each room; state is whole."""
     content.fill(0)
     for each in (each for each in content.views if not each.shard.segment.state):
-        for _, block in each.blocks():
+        for _, elements in each.elements():
             for number in content.rooms:
-                block.reshape(-1, each.rows.page_bytes)[content.pages(number)[:skip]] = POISON
+                elements[content.pages(number)[:skip]] = POISON
 
 
 @pytest.mark.parametrize("mode", ["full", "sample"])
@@ -203,7 +203,7 @@ def test_a_rank_of_later_layers_and_heads_checks_those():
     for content in make(**later):
         content.fill(0)
         assert verify(content, "full")["mismatches"] == []
-        assert [sheet.layer for sheet, _ in content.views[0].blocks()] == [1, 2]
+        assert [sheet.layer for sheet, _ in content.views[0].elements()] == [1, 2]
         assert content.views[0].rows.head_lo == 1
     for content in make(**later):
         # The same amount of memory, taken for the other stage's layers and the other rank's head.
@@ -223,7 +223,7 @@ def test_everything_a_model_may_have_is_filled_and_verified():
         receive(content)
         assert verify(content, "full")["mismatches"] == []
         for each in content.views:
-            number = next(iter(each.blocks()))[0].layer
+            number = next(iter(each.elements()))[0].layer
             item = content.items[1001][each.shard.segment.index][0]
             pages_of(content, number, each.name)[item, -1] ^= 1
             (wrong,) = verify(content, "full")["mismatches"]
