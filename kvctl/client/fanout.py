@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -254,7 +253,7 @@ class Fanout:
     def __enter__(self) -> Fanout:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._handshakes is not None:
             self._handshakes.close()
         for socket in self._sockets.values():

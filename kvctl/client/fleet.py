@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 from kvctl.client.calls import Call
@@ -188,9 +187,9 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sources.close()
-        self._fanout.__exit__(kind, error, at)
+        self._fanout.__exit__()
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
         """Discovers the agents, sends `calls` to each of them and returns the answers.
@@ -532,9 +531,7 @@ class Source(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def survey(self, calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
         """Returns the answers of the agents to `calls`, which has each command at most once."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import IO, Any, get_args, get_origin, get_type_hints
 
 import orjson
@@ -356,9 +356,7 @@ class RecordingSource:
     def __enter__(self) -> RecordingSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
     def seek(self, index: int) -> None:
         """Makes the snapshot with this index the current one; raises IndexError if the file has no such snapshot."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,16 +9,15 @@ from functools import partial
 from typing import Any
 
 import click
-import orjson
 
 from kvctl.commands.bench_options import GroupedCommand, bench_options
 from kvctl.commands.bench_request import BenchRequest, plan_fleets, resolve
-from kvctl.commands.options import pass_settings
+from kvctl.commands.options import given, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
 from kvctl.exit_codes import ExitCode
-from kvctl.lab.bench.html_report import html_report
+from kvctl.lab.bench.html_report import write_result
 from kvctl.lab.bench.results import Outcome
 from kvctl.lab.bench.session import Session, Steps, measure
 from kvctl.lab.bench.variants import Variant
@@ -59,16 +56,15 @@ def bench(settings: Settings, plan_only: bool, **options: Any) -> None:
     With --engine sglang, starts SGLang's servers for each of --sides instead, and prints time to first token, time per
     token and tokens per second. Exits 0 only if every side generated the tokens of an undivided server.
     """
-    ctx = click.get_current_context()
-    given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
+    on_line = given(options)
     output = Output(settings)
     if options["engine"] == "sglang":
         from kvctl.commands.bench_sglang import bench_sglang
 
-        raise click.exceptions.Exit(bench_sglang(output, settings, options, given, plan_only))
-    if servers := sorted(given & {"sides", "together", "server_args"}):
+        raise click.exceptions.Exit(bench_sglang(output, settings, options, on_line, plan_only))
+    if servers := sorted(on_line & {"sides", "together", "server_args"}):
         raise click.BadParameter("requires --engine sglang", param_hint=f"--{servers[0].replace('_', '-')}")
-    request = resolve(options, given)
+    request = resolve(options, on_line)
     output.selection(PLAN if plan_only else BENCH)  # refuses unknown columns before any process is started
     planned = plan_fleets(request, output)
     if plan_only:
@@ -131,7 +127,7 @@ class BenchRun:
                 rank_prefix=variant.name if together else "",
             )
         )
-        self._outcome.measured.append(session.measured)
+        self._outcome.measured.append(session.results)
         return session
 
     def _measure(self, sessions: Sequence[Session], steps: Steps) -> ExitCode:
@@ -168,21 +164,11 @@ class BenchRun:
         problems = self._outcome.problems
         if rows:
             terminal = partial(blocks, outcome=self._outcome)
-            self._write_files(terminal(rows))
+            html = self._options["html"]
+            write_result(self._options["save"], html, self._outcome.document(), terminal(rows), self._started_at)
+            if html is not None:
+                self._output.note(f"the report is in {html}")
             self._output.emit(Report(BENCH, rows, answered=1, blocks=lambda kept, _width: terminal(kept)))
         for line in problems:
             print_error(line)
         return ExitCode.FAILED if problems or self._outcome.verified is False else ExitCode.OK
-
-    def _write_files(self, shown: Sequence[Block]) -> None:
-        """Writes the results to the files of --save and --html."""
-        save, html = self._options["save"], self._options["html"]
-        if save is not None:
-            save.write_bytes(orjson.dumps(self._outcome.document(), option=orjson.OPT_INDENT_2) + b"\n")
-        if html is not None:
-            command = shlex.join(["kvctl", *sys.argv[1:]])
-            result = self._outcome.document()
-            html.write_text(
-                html_report(shown, result["runs"], result["env"], command, self._started_at), encoding="utf-8"
-            )
-            self._output.note(f"the report is in {html}")

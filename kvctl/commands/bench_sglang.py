@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import orjson
 
 from kvctl.commands.bench_options import sweep_loads
 from kvctl.commands.demo import sigterm_unwinds
@@ -29,7 +28,7 @@ from kvctl.commands.stdio import print_error
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.health.host.view import sglang_problem
-from kvctl.lab.bench.html_report import html_report
+from kvctl.lab.bench.html_report import write_result
 from kvctl.lab.bench.machine import fingerprint, nvidia_gpus
 from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS, ServerBench
@@ -283,11 +282,7 @@ def _report(
         "runs": rows,
         "env": {**facts, "sglang": importlib.metadata.version("sglang"), "server_args": request.plan.flags},
     }
-    if options["save"] is not None:
-        options["save"].write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+    write_result(options["save"], options["html"], document, blocks(rows, document), started_at)
     if options["html"] is not None:
-        command = shlex.join(["kvctl", *sys.argv[1:]])
-        text = html_report(blocks(rows, document), rows, document["env"], command, started_at)
-        options["html"].write_text(text, encoding="utf-8")
         output.note(f"the report is in {options['html']}")
     output.emit(Report(SERVERS, rows, answered=1, blocks=lambda kept, _width: blocks(kept, document)))

@@ -13,9 +13,8 @@ from types import FrameType
 from typing import Any, NoReturn, cast
 
 import click
-from click.core import ParameterSource
 
-from kvctl.commands.options import Parsed, command
+from kvctl.commands.options import Parsed, command, given
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
@@ -130,7 +129,7 @@ def demo(settings: Settings, **options: Any) -> None:
     scenarios = [fault for fault in options["given"] if isinstance(fault, Scenario)]
     scenario = combined(scenarios) if scenarios else None
     if scenario is not None:
-        options |= {name: value for name, value in scenario.options.items() if not _chosen(name)}
+        options |= {name: value for name, value in scenario.options.items() if name not in given(options)}
     with sigterm_unwinds():
         code = _run(output, _plan(options, scenario), options, scenarios)
     raise click.exceptions.Exit(code)
@@ -149,11 +148,6 @@ def sigterm_unwinds() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _chosen(name: str) -> bool:
-    """Returns whether the user set the option."""
-    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _plan(options: dict[str, Any], scenario: Scenario | None) -> FleetPlan:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kvctl.commands.settings import COLOURS, DEFAULT_TIMEOUT, OUTPUTS, PROMETHEUS, resolve
 from kvctl.render.units import parse_seconds
@@ -231,6 +232,12 @@ def pass_settings(function: _Command) -> _Command:
     return wrapper  # type: ignore[return-value]
 
 
+def given(names: Iterable[str]) -> set[str]:
+    """Returns those of the running command's parameters that are on its command line."""
+    source = click.get_current_context().get_parameter_source
+    return {name for name in names if source(name) is not ParameterSource.DEFAULT}
+
+
 def command(**attributes: Any) -> Callable[[Callable[..., Any]], KvctlCommand]:
     """Decorator for a top-level command whose function gets the `Settings` first; arguments as for `KvctlCommand`."""
     return lambda function: click.command(cls=KvctlCommand, **attributes)(pass_settings(function))
@@ -353,6 +360,18 @@ class Parsed(click.ParamType[_Value]):
             return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+def duration(least: str) -> Parsed[int]:
+    """Returns the parameter type of a time such as `500ms` or `2m`, at least `least`, converted to ns."""
+
+    def parse(text: str) -> int:
+        ns = parse_seconds(text)
+        if ns < parse_seconds(least):
+            raise ValueError(f"{text!r} is less than {least}")
+        return ns
+
+    return Parsed("time", parse)
 
 
 class RoomOrRequest(click.ParamType[str]):

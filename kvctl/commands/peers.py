@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from kvctl.commands.options import KvctlGroup, Parsed, completed_by
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, live, run
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import progress
+from kvctl.commands.stdio import ProgressLine
 from kvctl.health.answers import inner
 from kvctl.health.lanes import lane_evidence, measured_lane
 from kvctl.render.peers import MATRIX, PEERS, draw_matrix, pairs
@@ -354,7 +353,8 @@ def probe(settings: Settings, prefill: str | None, decode: str | None, nbytes: i
         found = list(_connections(survey, prefill, decode))
         if survey.agents and not found:
             report.failure = _no_connection(survey, prefill, decode)
-        _probe_all(fleet, survey, report, found, {"bytes": nbytes, "busy": busy or None}, quiet=settings.quiet)
+        with ProgressLine(settings.quiet) as line:
+            _probe_all(fleet, survey, report, found, {"bytes": nbytes, "busy": busy or None}, line)
     if report.rows or output.document:
         output.emit(report)
     raise click.exceptions.Exit(conclude(output, settings, survey, report))
@@ -366,8 +366,7 @@ def _probe_all(
     report: Report,
     connections: list[tuple[AgentAnswer, str]],
     args: dict[str, Any],
-    *,
-    quiet: bool,
+    line: ProgressLine,
 ) -> None:
     """Measures the lanes and stores the results in the report.
 
@@ -375,13 +374,11 @@ def _probe_all(
     """
     faults, found, answered = list(survey.faults), list[dict[str, Any]](), set()
     able = permitted(list({agent.name: agent for agent, _ in connections}.values()), Call("probe"), faults)
-    show_progress = sys.stderr.isatty() and not quiet
     own_names = {agent.name: agent.own_name for agent in survey.agents}
     for agent, peer in connections:
         if agent not in able:
             continue
-        if show_progress:
-            progress(f"probing {agent.name} → {peer}")
+        line.show(f"probing {agent.name} → {peer}")
         own_name = own_names.get(peer, peer)
         before = _answers(fleet, agent, _DEVICES)
         answer = _probe(fleet, agent, Call("probe", {"peer": own_name, **args}))
@@ -392,8 +389,6 @@ def _probe_all(
             lane = measured_lane(own_name, before, _answers(fleet, agent, _DEVICES, *_CALLS), answer)
             found += [{**row, **lane, "agent": agent.name, "peer": peer} for row in answer["rows"]]
             answered.add(agent.name)
-    if show_progress:
-        progress("")
     report.rows, report.faults, report.answered = found, faults, len(answered)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +16,10 @@ from kvctl.commands.bench_options import GroupedCommand, bench_options, grouped_
 from kvctl.commands.bench_request import resolve
 from kvctl.commands.doctor import blocks, next_step
 from kvctl.commands.mutations import once_and_live
-from kvctl.commands.options import Parsed, pass_settings
+from kvctl.commands.options import Parsed, duration, given, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import progress
+from kvctl.commands.stdio import ProgressLine
 from kvctl.exit_codes import ExitCode
 from kvctl.health.finding import Finding, Severity, counted
 from kvctl.lab.preflight.judge import findings, pair_rows
@@ -31,7 +30,6 @@ from kvctl.lab.ranks.request import DEVICES, Load, Tokens
 from kvctl.render.findings import row
 from kvctl.render.preflight import PREFLIGHT, draw_rates
 from kvctl.render.report import Block, Grid, Report, Text
-from kvctl.render.units import parse_seconds
 from kvctl.render.view import Row
 from kvctl_agent.contract.addresses import ip_address
 
@@ -42,7 +40,6 @@ _HOST = re.compile(r"(?:[\w.-]+@)?[\w.:%\[\]-]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Before pairs that seem slow are measured again, in s: a host that was busy for a moment is not slow.
 _PAUSES_BEFORE_SLOW_PAIRS_S = (0.2, 0.5, 1.0, 2.0, 3.0)
-_LEAST_DEADLINE_NS = 100_000_000
 _ANY_MEMORY_BYTES = 1 << 60
 
 
@@ -64,13 +61,6 @@ def _assignment(text: str) -> tuple[str, str]:
 
 def _command(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(_given(text, "command")))
-
-
-def _deadline(text: str) -> int:
-    deadline_ns = parse_seconds(text)
-    if deadline_ns < _LEAST_DEADLINE_NS:
-        raise ValueError(f"{text!r} is less than 100ms")
-    return deadline_ns
 
 
 def _given(text: str, noun: str = "image") -> str:
@@ -111,7 +101,7 @@ def _options() -> list[click.Parameter]:
         grouped_option(transfer, "--transport-params params", "NAME=VALUE,…", params, _params, default=""),
         grouped_option(transfer, "--device", None, "Memory to move.", type=click.Choice(DEVICES), default="cpu"),
         grouped_option(transfer, "--port ports", "N", port, type=click.IntRange(1, 65535), multiple=True),
-        grouped_option(transfer, "--deadline", "TIME", deadline, _deadline, default="5s"),
+        grouped_option(transfer, "--deadline", "TIME", deadline, type=duration("100ms"), default="5s"),
         grouped_option(start, "--ssh", "COMMAND", ssh, _command),
         grouped_option(start, "--python", "COMMAND", python, _plain_command, default="python3"),
         grouped_option(start, "--env environment", "NAME=VALUE", env, _assignment, multiple=True),
@@ -171,9 +161,8 @@ def preflight(settings: Settings, hosts: tuple[tuple[str, str], ...], **options:
     if options["manifest"] is not None:
         output.write(manifest(options["manifest"], [*addresses], ranks, chosen))
         return
-    shown = sys.stderr.isatty() and not settings.quiet
     try:
-        with Preflight(addresses, ranks, pairs, chosen, progress if shown else lambda _: None) as run:
+        with ProgressLine(settings.quiet) as line, Preflight(addresses, ranks, pairs, chosen, line.show) as run:
             run.run()
             rows = pair_rows(ranks, pairs, run.results)
             for pause_s in _PAUSES_BEFORE_SLOW_PAIRS_S:
@@ -184,9 +173,6 @@ def preflight(settings: Settings, hosts: tuple[tuple[str, str], ...], **options:
             results = run.results
     except KeyboardInterrupt:
         raise click.exceptions.Exit(ExitCode.INTERRUPTED) from None
-    finally:
-        if shown:
-            progress("")
     found = findings(ranks, rows, results, chosen)
     wrong = any(each.severity > Severity.INFO for each in found) or any(each["verdict"] != "ok" for each in rows)
     report = Report(PREFLIGHT, rows, answered=len(results.begun))
@@ -198,12 +184,11 @@ def preflight(settings: Settings, hosts: tuple[tuple[str, str], ...], **options:
 
 def _layout(hosts: Sequence[str], options: Mapping[str, Any]) -> tuple[list[PlannedRank], list[tuple[str, str]]]:
     """Returns the ranks of the layout, and the pairs of a prefill and a decode rank that transfer."""
-    ctx = click.get_current_context()
-    given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
+    on_line = given(options)
     with bench.make_context("preflight", []) as defaults:
         asked = {**defaults.params, **{name: options[name] for name in options if name in defaults.params}}
     asked |= {"transports": ("loopback",), "device": "cpu", "cp_modes": asked["cp_modes"][:1]}
-    request = resolve(asked, given).waves[0][0].request
+    request = resolve(asked, on_line).waves[0][0].request
     # Memory and engines of this machine do not matter; a long prompt reaches all ranks that share one.
     load = Load(1, Tokens((8192,)), 1)
     plan = make_plan(replace(request, loads=(load,), memory_bytes=_ANY_MEMORY_BYTES))

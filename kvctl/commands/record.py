@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from kvctl.client.recorder import Saving, Series, save_recording, unchanged
 from kvctl.client.redaction import Redaction
-from kvctl.commands.options import KvctlCommand, pass_settings
+from kvctl.commands.options import KvctlCommand, duration, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.queries import conclude, source
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import progress
+from kvctl.commands.stdio import ProgressLine
 from kvctl.exit_codes import ExitCode
 from kvctl.render import units
 from kvctl.render.report import Report
@@ -38,20 +37,7 @@ RECORDED = View(
 )
 
 
-class Span(click.ParamType[int]):
-    """Parameter type of a duration such as 500ms or 2m, converted to ns."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            ns = value if isinstance(value, int) else units.parse_seconds(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if ns < 1_000_000:
-            self.fail(f"{value!r} is shorter than a millisecond", param, ctx)
-        return ns
-
+_TIME = duration("1ms")
 
 redact_option = click.option(
     "--redact", is_flag=True, help="Replace names of hosts and users, addresses, paths and keys."
@@ -69,9 +55,9 @@ redact_option = click.option(
     ],
 )
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--for", "for_ns", type=Span(), metavar="TIME", help="Record for 30s, 5m, …; without it one snapshot.")
+@click.option("--for", "for_ns", type=_TIME, metavar="TIME", help="Record for 30s, 5m, …; without it one snapshot.")
 @click.option(
-    "--every", "every_ns", type=Span(), default="1s", show_default=True, metavar="TIME", help="Time between snapshots."
+    "--every", "every_ns", type=_TIME, default="1s", show_default=True, metavar="TIME", help="Time between snapshots."
 )
 @redact_option
 @pass_settings
@@ -105,13 +91,10 @@ def save(settings: Settings, file: Path, for_ns: int, every_ns: int, redact: boo
         raise click.UsageError("--from copies a whole recording: leave out -e, -l and --for")
     output = Output(settings)
     output.selection(RECORDED)
-    shown = sys.stderr.isatty() and not settings.quiet and for_ns > 0
-    series = Series(for_ns, every_ns, _draw if shown else lambda *_: None)
     change = Redaction.of_this_machine().snapshot if redact else unchanged
-    with source(settings) as fleet:
+    with source(settings) as fleet, ProgressLine(settings.quiet or not for_ns) as line:
+        series = Series(for_ns, every_ns, lambda *state: line.show(_progress(*state)))
         saving = save_recording(fleet, file, series, change, settings.from_file)
-    if shown:
-        progress("")
     report = Report(RECORDED, [asdict(saved) for saved in saving.saved], len(saving.saved), saving.faults)
     if saving.saved:
         report.notes += [*_notes(saving), _saved_text(file, saving)]
@@ -120,8 +103,8 @@ def save(settings: Settings, file: Path, for_ns: int, every_ns: int, redact: boo
     raise click.exceptions.Exit(ExitCode.INTERRUPTED if saving.interrupted else code)
 
 
-def _draw(moments: int, nbytes: int, left_ns: int) -> None:
-    progress(f"{moments} snapshots, {units.size(nbytes)}, {left_ns / 1e9:.0f} s left; Ctrl-C ends it")
+def _progress(moments: int, nbytes: int, left_ns: int) -> str:
+    return f"{moments} snapshots, {units.size(nbytes)}, {left_ns / 1e9:.0f} s left; Ctrl-C ends it"
 
 
 def _saved_text(path: Path, saving: Saving) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 
 from kvctl.render.sanitize import printable, printable_lines
@@ -42,10 +43,26 @@ def print_stderr(text: str) -> None:
         return
 
 
-def progress(text: str) -> None:
-    """Replaces the last line on a terminal's stderr by a progress text; "" clears the line."""
-    sys.stderr.write(f"\r\x1b[K{printable(text)}")
-    sys.stderr.flush()
+class ProgressLine:
+    """Progress on the last line of a terminal's stderr, cleared at the end of the block; shows nothing elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._shown = not quiet and sys.stderr.isatty()
+        self._written = False
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._written:
+            self.show("")
+
+    def show(self, text: str) -> None:
+        """Replaces the line, cut to the width of the terminal."""
+        if self._shown:
+            sys.stderr.write(f"\r\x1b[K{printable(text[: shutil.get_terminal_size().columns - 1])}")
+            sys.stderr.flush()
+            self._written = True
 
 
 def silence_stdout() -> None:

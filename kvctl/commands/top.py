@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvctl.commands.options import Parsed, command
+from kvctl.commands.options import Parsed, command, duration
 from kvctl.commands.queries import no_agent, source
 from kvctl.commands.settings import DEFAULT_TIMEOUT, Settings
 from kvctl.errors import CliError
@@ -35,14 +35,6 @@ def _size(text: str) -> tuple[int, int]:
     return size
 
 
-def _interval(text: str) -> int:
-    """Parses the time between readings to ns."""
-    interval_ns = parse_seconds(text)
-    if interval_ns < _MIN_INTERVAL_NS:
-        raise ValueError(f"{text} is shorter than 100ms")
-    return interval_ns
-
-
 def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
     if value is not None and value.suffix not in _SNAPSHOT_SUFFIXES:
         raise click.BadParameter(
@@ -62,7 +54,7 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
 @click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="First view.")
 @click.option(
     "--interval",
-    type=Parsed("interval", _interval),
+    type=duration("100ms"),
     default="1s",
     show_default=True,
     metavar="TIME",

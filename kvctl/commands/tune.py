@@ -12,7 +12,7 @@ import click
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_options import GroupedCommand, bench_options, grouped_option
 from kvctl.commands.bench_request import BenchRequest, plan_fleets, resolve
-from kvctl.commands.options import pass_settings
+from kvctl.commands.options import given, pass_settings
 from kvctl.commands.output import Output
 from kvctl.commands.settings import Settings
 from kvctl.commands.stdio import print_error
@@ -108,13 +108,12 @@ def tune(settings: Settings, page_sizes: tuple[int, ...] | None, **options: Any)
     if len(options["transports"]) != 1:
         raise click.BadParameter("only one transport is tuned at a time", param_hint="--transport")
     sizes = list(dict.fromkeys(page_sizes or (options["page_size"], *_PAGE_SIZES)))
-    ctx = click.get_current_context()
-    given = {name for name in options if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
+    on_line = given(options)
     with bench.make_context("tune", []) as defaults:
         options = {**defaults.params, **options}
     if options["seed"] is None:
         options["seed"] = secrets.randbits(48)  # all candidates transfer the same rooms
-    search = _Search(options, given, settings, output)
+    search = _Search(options, on_line, settings, output)
     first = search.resolve({})
     variant = first.waves[0][0]
     request = variant.request

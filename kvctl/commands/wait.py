@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from kvctl.commands.options import command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import live, live_only
 from kvctl.commands.settings import Settings
-from kvctl.commands.stdio import progress
+from kvctl.commands.stdio import ProgressLine
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.health.answers import not_ready
@@ -204,7 +202,7 @@ def wait_for(settings: Settings, condition: WaitCondition, goal: str, patience: 
     output = Output(settings)
     with (
         live(settings) as fleet,
-        _Line(settings.quiet) as line,
+        ProgressLine(settings.quiet) as line,
     ):
         while True:
             # An agent that does not answer must not keep the command beyond its time.
@@ -224,23 +222,3 @@ def wait_for(settings: Settings, condition: WaitCondition, goal: str, patience: 
 def _few(missing: Sequence[str]) -> str:
     more = len(missing) - _MAX_NAMED
     return "; ".join(missing[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
-
-
-class _Line:
-    """Progress line on stderr, overwritten in place and erased at the end; not shown if stderr is not a terminal."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._shown = not quiet and sys.stderr.isatty()
-        self._written = False
-
-    def __enter__(self) -> _Line:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._written:
-            progress("")
-
-    def show(self, text: str) -> None:
-        if self._shown:
-            progress(text[: shutil.get_terminal_size().columns - 1])
-            self._written = True

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -120,36 +121,38 @@ class Feed:
 
     def ask(self, question: Question) -> None:
         """Changes the question and reads its answers at once, even while paused."""
-        with self._changed:
+        with self._change():
             self._question, self._urgent = question, True
-            self._changed.notify()
 
     def acknowledge(self) -> None:
         """Permits the next reading; the app calls this after it has shown the previous reading."""
-        with self._changed:
+        with self._change():
             self._acknowledged = True
-            self._changed.notify()
 
     def pause(self, paused: bool) -> None:
         """Pauses the readings, or resumes them if `paused` is False."""
-        with self._changed:
+        with self._change():
             self._paused, self._urgent = paused, not paused
-            self._changed.notify()
 
     def seek(self, step: int) -> None:
         """Moves a recording by `step` recorded surveys, backwards if negative, and pauses it."""
-        with self._changed:
+        with self._change():
             self._step += step
             self._paused = self._urgent = True
-            self._changed.notify()
 
     def stop(self) -> None:
         """Ends the thread and waits for it; a reading in progress is completed first."""
-        with self._changed:
+        with self._change():
             self._stopped = True
-            self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Lets the app change its requests, and wakes the thread."""
+        with self._changed:
+            yield
+            self._changed.notify()
 
     def _run(self) -> None:
         with self._source:

@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import threading
-from types import TracebackType
 
 _POLL_MS = 500
 _EXIT_CODE = 128 + signal.SIGHUP
@@ -31,7 +30,7 @@ class TerminalWatch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
 

@@ -6,9 +6,14 @@ follow the reader's light or dark mode.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import orjson
 
 from kvctl.lab.bench.rows import STAGES
 from kvctl.lab.bench.views import contestants, nanoseconds
@@ -76,6 +81,18 @@ _CHARTS = (
     _Chart("Time per output token", "ms", _times("tpot_ms", "mean")),
     _Chart("Stages of a part, p50", "ms", {name: nanoseconds("stages_us", name, "p50", per=1e3) for name in STAGES}),
 )
+
+
+def write_result(
+    save: Path | None, html: Path | None, document: Mapping[str, Any], shown: Sequence[Block], started_at: str
+) -> None:
+    """Writes the result of a bench to the files of --save and --html; `shown` is the terminal's output."""
+    if save is not None:
+        save.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+    if html is not None:
+        command = shlex.join(["kvctl", *sys.argv[1:]])
+        page = html_report(shown, document["runs"], document["env"], command, started_at)
+        html.write_text(page, encoding="utf-8")
 
 
 def html_report(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvctl.lab.bench.machine import ROOFLINES, fingerprint
 from kvctl.lab.bench.room_timing import TimedTrial, time_rooms
@@ -33,7 +33,8 @@ class Results:
         roofline: All measured limits in GB/s, by kind.
     """
 
-    def __init__(self, plan: Plan, names: Mapping[str, PlannedRank], verify: str) -> None:
+    def __init__(self, variant: Variant, plan: Plan, names: Mapping[str, PlannedRank], verify: str) -> None:
+        self.variant = variant
         self.plan = plan
         self.names = names
         self.ready: Mapping[str, Ready] = {}
@@ -108,23 +109,16 @@ class Results:
         return {number: gpu for number, gpu in sorted(found.items()) if gpu is not None}
 
 
-class Measured(NamedTuple):
-    """One fleet of a bench: the variant that it runs and its results."""
-
-    variant: Variant
-    results: Results
-
-
 class Outcome:
     """Results of all fleets of a bench."""
 
     def __init__(self) -> None:
-        self.measured: list[Measured] = []
+        self.measured: list[Results] = []
 
     @property
     def verified(self) -> bool | None:
         """Whether all rooms succeeded and every compared byte was correct; None if a fleet compared nothing."""
-        verdicts = [each.results.verified for each in self.measured if each.results.trials()]
+        verdicts = [each.verified for each in self.measured if each.trials()]
         return None if None in verdicts or not verdicts else all(verdicts)
 
     @property
@@ -132,9 +126,7 @@ class Outcome:
         """The lines of `Results.problems` of all fleets, with the fleet's name if there are several fleets."""
         several = len(self.measured) > 1
         return [
-            f"{each.variant.label}: {line}" if several else line
-            for each in self.measured
-            for line in each.results.problems
+            f"{each.variant.label}: {line}" if several else line for each in self.measured for line in each.problems
         ]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -147,7 +139,7 @@ class Outcome:
         for each in self.measured:
             best = found.setdefault(each.variant.request.transport, dict.fromkeys(ROOFLINES))
             for kind in ROOFLINES:
-                figures = [figure for figure in (best[kind], each.results.best_roofline(kind)) if figure is not None]
+                figures = [figure for figure in (best[kind], each.best_roofline(kind)) if figure is not None]
                 best[kind] = max(figures, default=None)
         return found
 
@@ -157,13 +149,13 @@ class Outcome:
 
     def gpus(self) -> dict[int, Gpu]:
         """Returns the GPUs in use, by number; empty before the fleets have started."""
-        return {number: gpu for each in self.measured for number, gpu in each.results.gpus().items()}
+        return {number: gpu for each in self.measured for number, gpu in each.gpus().items()}
 
     def document(self) -> dict[str, Any]:
         """Returns the result as a JSON document with schema `SCHEMA`, as written by `--save`."""
-        plan = self.measured[0].results.plan
+        plan = self.measured[0].plan
         roofline = self.roofline()
-        lanes = sorted({lane for each in self.measured for lane in each.results.lanes()})
+        lanes = sorted({lane for each in self.measured for lane in each.lanes()})
         return {
             "schema": SCHEMA,
             "verified": self.verified,
@@ -179,16 +171,16 @@ class Outcome:
             "env": fingerprint(plan["device"], lanes, self.gpus()),
         }
 
-    def rows_of(self, each: Measured) -> list[dict[str, Any]]:
+    def rows_of(self, each: Results) -> list[dict[str, Any]]:
         """Returns a row per case of a fleet, in the order of `Results.trials`."""
-        request, results = each.variant.request, each.results
+        request = each.variant.request
         layout = {
             "prefill": " + ".join(map(sizes_text, request.prefill)),
             "decode": sizes_text(request.decode),
             "cp_size": max(sizes.cp for sizes in request.prefill),
             "decode_ms": request.decode_ms,
         }
-        return [{**row, **layout} for row in results.rows()]
+        return [{**row, **layout} for row in each.rows()]
 
 
 def _mismatch_text(wrong: Mismatch) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -22,7 +21,7 @@ from rich.progress import (
 
 from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.machine import rooflines_of
-from kvctl.lab.bench.results import Measured, Results
+from kvctl.lab.bench.results import Results
 from kvctl.lab.bench.trials import Program, Trial, TrialRunner
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.ranks.plan import Plan
@@ -77,9 +76,7 @@ class Steps:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 
@@ -104,8 +101,7 @@ class Session:
         rank_prefix: str = "",
     ) -> None:
         self.fleet = Fleet(plan, variant.request, rank_prefix)
-        self.results = Results(plan, self.fleet.ranks, verify)
-        self.measured = Measured(variant, self.results)
+        self.results = Results(variant, plan, self.fleet.ranks, verify)
         self._plan = plan
         self._program = program
         self._steps = steps
@@ -143,9 +139,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.fleet.close()
 
 

@@ -453,7 +453,7 @@ def shape_text(shape: PlannedShape) -> str:
 
 def _setup(outcome: Outcome) -> list[str]:
     """Returns lines that describe layouts, transports, shape, and the GPUs if there are any."""
-    plans: list[Plan] = [each.results.plan for each in outcome.measured]
+    plans: list[Plan] = [each.plan for each in outcome.measured]
     shapes = dict.fromkeys(shape_text(plan["shape"]) for plan in plans)
     plan = plans[0]
     lines = [f"{layouts_text(outcome)} · {'; then '.join(shapes)} · {pages_text(plan)}, {plan['page_order']}"]
@@ -506,7 +506,7 @@ def _roofline(outcome: Outcome) -> str:
         f"over {transport} {units.three_digits(each['write'])} GB/s" for transport, each in outcome.roofline().items()
     )
     copies = f"memcpy {units.three_digits(outcome.best_roofline('memcpy'))} GB/s on one thread"
-    if outcome.measured[0].results.plan["device"] != "cpu":
+    if outcome.measured[0].plan["device"] != "cpu":
         within, between = (units.three_digits(outcome.best_roofline(kind)) for kind in ("device", "peer"))
         copies = f"copy within the GPU {within} GB/s, to the decode rank's {between} GB/s"
     return f"limits of this machine, measured in the same run: {copies}, one write {writes}"

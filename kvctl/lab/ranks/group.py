@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import SIGKILL
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 from kvctl.client.endpoints import agent_pid, discover
@@ -208,9 +207,7 @@ class RankGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _end(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median_low
 
@@ -125,7 +125,7 @@ def rss_bytes() -> int:
 def forget_peak_rss() -> None:
     """Resets the value of `peak_rss_bytes`, so that the buffers of a machine measurement do not count as the rank's."""
     # Kernels without CONFIG_PROC_PAGE_MONITOR lack this file; the peak then includes the measurement.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -133,7 +133,7 @@ def gpu(device: Device) -> Gpu:
     """Returns the name, driver and CUDA version of a GPU, for the bench's results."""
     described = device.describe()
     version = None
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         version = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER_VERSION.read_text())
     return Gpu(
         name=str(described["name"]), driver=version[0] if version else "", cuda=str(described.get("driver_cuda", ""))
@@ -153,15 +153,8 @@ def device_gb_per_s(device: Device, nbytes: int = _DEVICE_BYTES) -> float:
     Raises:
         DeviceError: the device has too little free memory.
     """
-    source = device.allocate(nbytes)
-    try:
-        target = device.allocate(nbytes)
-        try:
-            return _best(device, target.addr, source.addr, nbytes)
-        finally:
-            target.close()
-    finally:
-        source.close()
+    with closing(device.allocate(nbytes)) as source, closing(device.allocate(nbytes)) as target:
+        return _best(device, target.addr, source.addr, nbytes)
 
 
 def peer_gb_per_s(device: Device, connection: PeerConnection | None, nbytes: int = _PEER_BYTES) -> float | None:
@@ -175,15 +168,12 @@ def peer_gb_per_s(device: Device, connection: PeerConnection | None, nbytes: int
     """
     if connection is None or connection.mapping is None or not connection.ring_base:
         return None
-    source = device.allocate(nbytes)
-    try:
+    with closing(device.allocate(nbytes)) as source:
         connection.mapping.acquire()
         try:
             return _best(device, connection.mapping.translate(connection.ring_base), source.addr, nbytes)
         finally:
             connection.mapping.release()
-    finally:
-        source.close()
 
 
 def _best(device: Device, target: int, source: int, nbytes: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.results import Measured, Outcome, Results
+from kvctl.lab.bench.results import Outcome, Results
 from kvctl.lab.bench.trials import Case, Trial
 from kvctl.lab.bench.variants import Variant
 from kvctl.lab.bench.views import blocks, plan_rows, plan_table
@@ -58,21 +58,21 @@ def trial(case: Case, latency_ms: int = 5, hidden: list[list[int]] | None = None
     return Trial(case, 0, 0, (room,), reports)
 
 
-def measured(*trials: Trial, label: str = "", transport: str = "nixl", **planned: Any) -> Measured:
+def measured(*trials: Trial, label: str = "", transport: str = "nixl", **planned: Any) -> Results:
     made = plan(transport, **planned)
     names: Any = {f"{rank['role']}-0": rank for rank in made["ranks"]}
-    results = Results(made, names, "off")
+    request = PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0, transport=transport)
+    results = Results(Variant(label, request), made, names, "off")
     buffers = {"ring_bytes": 128, "pool_bytes": 0, "staging_bytes": 0, "transport": {}}
     gpu = {"name": "NVIDIA H200", "driver": "580", "cuda": "13.0"}
     ready: Any = {name: {**buffers, **({"gpu": gpu} if rank["device"] >= 0 else {})} for name, rank in names.items()}
     results.ready = ready
     for each in trials:
         results.add(each)
-    request = PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0, transport=transport)
-    return Measured(Variant(label, request), results)
+    return results
 
 
-def outcome(*fleets: Measured) -> Outcome:
+def outcome(*fleets: Results) -> Outcome:
     whole = Outcome()
     whole.measured += fleets
     return whole
@@ -118,8 +118,8 @@ class TestSeveralFleets:
     def test_floors_are_the_best_of_each_transport(self):
         fleets = [measured(label=each, transport=each) for each in ("nixl", "nixl", "loopback")]
         for number, each in enumerate(fleets):
-            each.results.roofline["write"].append(float(number))
-            each.results.roofline["memcpy"].append(10.0 * number)
+            each.roofline["write"].append(float(number))
+            each.roofline["memcpy"].append(10.0 * number)
         document = outcome(*fleets).document()
         assert document["floors"]["transport_write_gb_per_s"] == 1.0
         assert document["floors"]["write_gb_per_s_by_transport"] == {"nixl": 1.0, "loopback": 2.0}
@@ -223,12 +223,12 @@ class TestOnGpus:
 
     PATHS = ("slice", "staged", "direct", "auto")
 
-    def fleet(self, peer: float | None = 2.0, gpus: tuple[int, int] = (0, 1), **planned: Any) -> Measured:
+    def fleet(self, peer: float | None = 2.0, gpus: tuple[int, int] = (0, 1), **planned: Any) -> Results:
         trials = [trial(Case(0, path), latency) for path, latency in zip(self.PATHS, (40, 4, 2, 2), strict=True)]
         fleet = measured(*trials, gpus=gpus, **planned)
         floors = {"write": 3.0, "device": 5.0, **({"peer": peer} if peer else {})}
         for kind, figure in floors.items():
-            fleet.results.roofline[kind].append(figure)
+            fleet.roofline[kind].append(figure)
         return fleet
 
     def test_a_rooms_latency_is_held_against_one_copy_of_as_many_bytes(self):
@@ -260,7 +260,7 @@ class TestOnGpus:
 
     def test_rooms_that_there_was_no_time_for_are_told(self):
         fleet = measured(trial(Case(0, "slice")), gpus=(0, 1))
-        fleet.results.plan["loads"][0]["batches"] = [[0, 1], [1, 9]]
+        fleet.plan["loads"][0]["batches"] = [[0, 1], [1, 9]]
         assert "rooms left out because of --point-seconds: slice 1 of 9 in 1 run" in shown(outcome(fleet))
 
 

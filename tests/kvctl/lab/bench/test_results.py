@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvctl.lab.bench.results import Measured, Outcome, Results
+from kvctl.lab.bench.results import Outcome, Results
 from kvctl.lab.bench.room_timing import time_rooms
 from kvctl.lab.bench.rows import with_delta
 from kvctl.lab.bench.trials import Case, Trial
@@ -21,6 +21,7 @@ from tests.support.bench_plan import bench_plan, run_report
 
 MS = 1_000_000
 GB = 10**9
+VARIANT = Variant("", PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0))
 NAMES: dict[str, Any] = {
     "prefill-0": {"role": "prefill", "device": -1},
     "prefill-1": {"role": "prefill", "device": -1},
@@ -96,7 +97,7 @@ def trial(
 
 
 def results(*trials: Trial, verify: str = "full", paths: tuple[str, ...] = ("slice", "staged")) -> Results:
-    collected = Results(plan(paths), NAMES, verify)
+    collected = Results(VARIANT, plan(paths), NAMES, verify)
     for each in trials:
         collected.add(each)
     return collected
@@ -114,7 +115,8 @@ def outcome(*several: Results, **changes: Any) -> Outcome:
             transport=("nixl", "mooncake")[number],
         )
         label = request.transport if len(several) > 1 else ""
-        collected.measured.append(Measured(Variant(label, request), each))
+        each.variant = Variant(label, request)
+        collected.measured.append(each)
     return collected
 
 
