@@ -94,16 +94,6 @@ def test_many_silent_agents_are_all_asked_within_the_time_limit(monkeypatch: pyt
     assert took_s < 60 / 4 * 0.25  # the time with a fixed pace
 
 
-def test_replies_come_in_the_order_of_the_requests(fleet: Any, socket_directory: Path) -> None:
-    endpoints = [Endpoint(name, socket_directory / f"{name}.sock") for name in fleet]
-    requests = [(endpoint, call) for endpoint in endpoints for call in (HELLO, Call("status"))]
-    with Fanout() as fanout:
-        replies = fanout.ask(requests, LONG_NS)
-    assert [(reply.endpoint, reply.call) for reply in replies] == requests
-    assert [reply.data["name"] for reply in replies] == [endpoint.name for endpoint, _ in requests]
-    assert all(reply.rtt_ns > 0 and reply.fault is None for reply in replies)
-
-
 def test_silence_is_a_timeout_and_costs_the_deadline_only(socket_directory: Path, at_best: Any) -> None:
     reply: Any = None
     with agent_at(socket_directory / "mute.sock", lambda frames: None) as endpoint:
@@ -195,19 +185,6 @@ def test_an_address_has_one_connection_whatever_it_is_called(start: Any, socket_
             assert list(fanout._routes) == [endpoint]
         for endpoint in names:
             fanout.forget(endpoint)
-
-
-def test_no_descriptor_and_no_thread_is_left(start: Any, socket_directory: Path) -> None:
-    start("decode-0")
-    endpoint = Endpoint("decode-0", socket_directory / "decode-0.sock")
-    ask(endpoint, HELLO)
-    before = descriptors(), threading.active_count()
-    for _ in range(5):
-        ask(endpoint, HELLO)
-    deadline = time.monotonic() + 60  # the server closes its ends when it notices
-    while (left := descriptors()) > before[0] or threading.active_count() > before[1]:
-        assert time.monotonic() < deadline, (left, threading.active_count(), before)
-        time.sleep(0.02)
 
 
 class TestObserver:

@@ -20,13 +20,6 @@ def clocks(**offsets: ClockOffset) -> dict[str, ClockOffset]:
     }
 
 
-def test_events_of_all_ranks_are_in_order(canned: Any) -> None:
-    (room,) = join(details(canned), clocks())
-    assert [event["relative_ns"] for event in room.timeline] == sorted(event["relative_ns"] for event in room.timeline)
-    assert {event["agent"] for event in room.timeline} == {"decode-0", "prefill-0", "prefill-1"}
-    assert [rank["agent"] for rank in room.ranks] == ["prefill-0", "prefill-1", "decode-0"]
-
-
 def test_a_clock_that_is_ahead_is_set_right(canned: Any) -> None:
     """The same events, stamped by a clock one hour ahead, give the same timeline."""
     ahead = 3600 * canned.S

@@ -286,22 +286,6 @@ def test_a_silent_rank_that_does_not_answer_is_asked_once_and_briefly(
         assert [json.loads(body)["cmd"] for body in asked] == ["hello", "hello"]
 
 
-def test_the_ranks_are_asked_while_their_registry_is_down(remote: Any, keys: Keys) -> None:
-    url = url_of(remote)
-    listed(url, keys.names)
-    with Fleet([url], {}, 60 * S, keys.names) as fleet:
-        assert until(lambda: len(fleet.survey().agents) == 3, "not all agents answer")
-    remote.prefill[0].close()
-    for _ in range(2):  # also by a later call of kvctl
-        with Fleet([url], {}, 60 * S, keys.names) as fleet:
-            survey = fleet.survey()
-        assert {agent.name for agent in survey.agents} == {"prefill-1", "decode-0"}
-        assert "asking the 3 agents that it named" in survey.faults[0].message
-        assert {fault.agent for fault in survey.faults[1:]} == {"prefill-0"}
-    remote.prefill[0] = remote.prefill_agent(0).start()
-    listed(url, keys.names)
-
-
 def test_the_list_is_whole_while_ranks_come_and_go(remote: Any, keys: Keys) -> None:
     """Every answer is a list of known names, however the ranks end and start meanwhile."""
     url, stop = url_of(remote), threading.Event()

@@ -58,11 +58,6 @@ def test_every_room_goes_to_a_group_that_has_a_window(in_flight: int, dp: int, r
     assert max(counts) - min(counts) <= 1
 
 
-def test_with_equal_dp_every_prefill_group_meets_every_decode_group():
-    met = {(position % 4, workload.decode_group(position, 4)) for position in range(16)}
-    assert len(met) == 16
-
-
 @given(
     concurrency=st.integers(1, 300),
     rooms=st.integers(1, 500),
