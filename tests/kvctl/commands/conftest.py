@@ -79,7 +79,7 @@ def golden() -> Callable[[str, str], None]:
         path = GOLDEN / name
         if os.environ.get("UPDATE_GOLDEN"):
             path.write_text(text, encoding="utf-8")
-        assert text == path.read_text(encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), name
 
     return check
 

@@ -55,18 +55,18 @@ def recording(fleet: Any, kvctl: Any, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("args", READING, ids=" ".join)
 def test_a_recording_shows_what_the_fleet_showed(
-    args: tuple[str, ...], recording: Path, now: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+    recording: Path, now: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    for output in ("json", "wide"):
-        for more in ((), ("-l", "role=decode"), ("-e", "prefill-*", "-e", "decode-1")):
-            live = kvctl(*args, "-o", output, *more)
-            file = kvctl(*args, "-o", output, *more, "--from", str(recording))
-            assert live.out
-            assert (file.code, fixed(file.out)) == (live.code, fixed(live.out))
-            assert f"{recording.name} as of 20" in file.err
+    for args in READING:
+        for output in ("json", "wide"):
+            for more in ((), ("-l", "role=decode"), ("-e", "prefill-*", "-e", "decode-1")):
+                live = kvctl(*args, "-o", output, *more)
+                file = kvctl(*args, "-o", output, *more, "--from", str(recording))
+                assert live.out, args
+                assert (file.code, fixed(file.out)) == (live.code, fixed(live.out)), args
+                assert f"{recording.name} as of 20" in file.err, args
 
 
 def test_faults_and_refusals_are_the_same(start: Any, kvctl: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import click
@@ -107,16 +108,16 @@ def context(kvctl: Any) -> None:
     assert kvctl("context", "add", "lab", "--timeout", "5s").code == 0
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_all_columns(name: str, fleet: Any, context: None, kvctl: Any, golden: Golden) -> None:
-    golden(f"{name}-wide.txt", printed(name, kvctl(*COMMANDS[name], "-o", "wide")))
+def test_all_columns(fleet: Any, context: None, kvctl: Any, golden: Golden) -> None:
+    for name, args in COMMANDS.items():
+        golden(f"{name}-wide.txt", printed(name, kvctl(*args, "-o", "wide")))
 
 
-@pytest.mark.parametrize("name", IN_EVERY_FORMAT)
-def test_every_format(name: str, fleet: Any, context: None, kvctl: Any, terminal: Any, golden: Golden) -> None:
-    for output, suffix in SUFFIXES.items():
-        golden(f"{name}{suffix}", printed(name, kvctl(*COMMANDS[name], "-o", output)))
-    for width in (80, 120):
+def test_every_format(fleet: Any, context: None, kvctl: Any, terminal: Any, golden: Golden) -> None:
+    for name in IN_EVERY_FORMAT:
+        for output, suffix in SUFFIXES.items():
+            golden(f"{name}{suffix}", printed(name, kvctl(*COMMANDS[name], "-o", output)))
+    for name, width in product(IN_EVERY_FORMAT, (80, 120)):
         terminal(width)
         golden(f"{name}-{width}.txt", printed(name, kvctl(*COMMANDS[name], "-o", "table")))
 
@@ -160,12 +161,11 @@ def test_no_view_is_forgotten() -> None:
             assert getattr(command, "view", None) is None or path in listed or path[:1] in NOT_HERE, path
 
 
-@pytest.mark.parametrize("name", COMMANDS)
 def test_a_pipe_gets_what_a_very_wide_terminal_shows(
-    name: str, fleet: Any, context: None, kvctl: Any, terminal: Any, monkeypatch: pytest.MonkeyPatch
+    fleet: Any, context: None, kvctl: Any, terminal: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")  # drawings need a width; tables do not
-    piped = printed(name, kvctl(*COMMANDS[name]))
-    assert "at this width" not in piped
+    piped = {name: printed(name, kvctl(*args)) for name, args in COMMANDS.items()}
+    assert [name for name, text in piped.items() if "at this width" in text] == []
     terminal(400)
-    assert piped == printed(name, kvctl(*COMMANDS[name]))
+    assert piped == {name: printed(name, kvctl(*args)) for name, args in COMMANDS.items()}

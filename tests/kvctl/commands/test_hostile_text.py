@@ -79,15 +79,15 @@ def raw(text: str) -> list[str]:
     return [each for each in text if not each.isprintable() and each not in "\n\t"]
 
 
-@pytest.mark.parametrize("path", LISTED, ids=" ".join)
 def test_no_format_prints_raw_text_of_an_agent(
-    path: tuple[str, ...], hostile_fleet: None, toy_codes: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+    hostile_fleet: None, toy_codes: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
-    for output in (*OUTPUTS, *(("prom",) if path[0] in {"metrics", "check"} else ())):
-        done = kvctl(*path, *ARGUMENTS.get(path, ()), "-o", output)
-        assert raw(done.out + done.err) == [], (output, done.out, done.err)
-        if output == "json" and done.out:
-            json.loads(done.out)
-    coloured = kvctl(*path, *ARGUMENTS.get(path, ()), "-o", "table", "--color", "always").out
-    assert raw(_OUR_COLOURS.sub("", coloured)) == []
+    for path in LISTED:
+        for output in (*OUTPUTS, *(("prom",) if path[0] in {"metrics", "check"} else ())):
+            done = kvctl(*path, *ARGUMENTS.get(path, ()), "-o", output)
+            assert raw(done.out + done.err) == [], (path, output, done.out, done.err)
+            if output == "json" and done.out:
+                json.loads(done.out)
+        coloured = kvctl(*path, *ARGUMENTS.get(path, ()), "-o", "table", "--color", "always").out
+        assert raw(_OUR_COLOURS.sub("", coloured)) == [], path

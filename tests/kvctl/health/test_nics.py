@@ -48,20 +48,21 @@ class Hosts:
         """Lets all ranks read their hosts; returns the fleet of the reading before."""
         before = self._last
         at_ns = next(self._readings) * S
+        readers = {host: HostNics(tree.root) for host, tree in self.trees.items()}
+        found = {host: reader.read() for host, reader in readers.items()}
         for name, (host, number) in RANKS.items():
-            reader = HostNics(self.trees[host].root)
             has_gpus = (self.trees[host].sys / "bus/pci/drivers/nvidia").exists()
             self.fleet.answers[name]["nics"] = {
                 "agent": name,
                 "host": host,
                 "network": "net:[4026531840]",
                 "at_ns": at_ns,
-                "nics": reader.read(),
+                "nics": [{**nic} for nic in found[host]],
                 "left_out": 0,
                 "segments_sent_total": at_ns // 1000,
                 "segments_retransmitted_total": 0,
                 "segments_duplicate_total": None,
-                "cpu_nodes": sorted(reader.nodes()),
+                "cpu_nodes": sorted(readers[host].nodes()),
                 "gpu": host_tree.gpu(number).rpartition("/")[2] if has_gpus else None,
                 "lane": {"devices": ALL, "source": "open devices", "protocol": ""},
                 "gid_index": None,
