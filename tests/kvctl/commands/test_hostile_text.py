@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import click
@@ -80,8 +81,9 @@ def raw(text: str) -> list[str]:
 
 
 def test_no_format_prints_raw_text_of_an_agent(
-    hostile_fleet: None, toy_codes: None, kvctl: Any, monkeypatch: pytest.MonkeyPatch
+    hostile_fleet: None, toy_codes: None, kvctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a bundle is written where kvctl runs
     monkeypatch.setenv("KVCTL_TIMEOUT", "30s")
     for path in LISTED:
         for output in (*OUTPUTS, *(("prom",) if path[0] in {"metrics", "check"} else ())):

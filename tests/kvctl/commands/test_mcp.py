@@ -110,28 +110,27 @@ def test_no_tool_is_a_command_that_asks_before_it_changes_something_or_writes_a_
         assert not parameters & (hidden - ({"key"} if name == "config_explain" else set())), name
 
 
-@pytest.mark.parametrize(
-    ("tool", "given", "words"),
-    [
-        ("drain", {"all": True}, "no tool 'drain'; there are: status, "),
-        ("rooms_show", {}, "rooms_show: 'room' is a required property"),
-        ("rooms_ls", {"limit": "all"}, "rooms_ls: limit: 'all' is not of type 'integer'"),
-        ("rooms_ls", {"endpoint": "tcp://10.0.0.1:7000"}, "'endpoint' was unexpected"),
-        ("rooms_ls", {"filter": ["size>3"]}, "kvctl: no column 'size' here"),
-        ("rooms_show", {"room": "--perfetto=/tmp/written"}, "no agent knows a room of request --perfetto=/tmp/written"),
-        ("rooms_ls", {"limit": 10**30}, "rooms_ls: limit: 1000000000000000000000000000000 is greater than the maximum"),
-        ("rooms_show", {"room": "a\0b"}, "rooms_show: embedded null byte"),
-        ("rooms_show", {"room": "7" * 200_000}, "rooms_show: [Errno 7] Argument list too long"),
-        ("hosts_show", {"host": "n9"}, "kvctl: no agent is on a host n9; kvctl hosts lists the 1 that have"),
-    ],
-)
-def test_what_cannot_be_answered_is_an_error_of_the_tool(
-    start: Any, tool: str, given: dict[str, Any], words: str
-) -> None:
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("drain", {"all": True}, "no tool 'drain'; there are: status, "),
+    ("rooms_show", {}, "rooms_show: 'room' is a required property"),
+    ("rooms_ls", {"limit": "all"}, "rooms_ls: limit: 'all' is not of type 'integer'"),
+    ("rooms_ls", {"endpoint": "tcp://10.0.0.1:7000"}, "'endpoint' was unexpected"),
+    ("rooms_ls", {"filter": ["size>3"]}, "kvctl: no column 'size' here"),
+    ("rooms_show", {"room": "--perfetto=/tmp/written"}, "no agent knows a room of request --perfetto=/tmp/written"),
+    ("rooms_ls", {"limit": 10**30}, "rooms_ls: limit: 1000000000000000000000000000000 is greater than the maximum"),
+    ("rooms_show", {"room": "a\0b"}, "rooms_show: embedded null byte"),
+    ("rooms_show", {"room": "7" * 200_000}, "rooms_show: [Errno 7] Argument list too long"),
+    ("hosts_show", {"host": "n9"}, "kvctl: no agent is on a host n9; kvctl hosts lists the 1 that have"),
+]
+
+
+def test_what_cannot_be_answered_is_an_error_of_the_tool(start: Any) -> None:
     start("prefill-0", host="n1")
-    (result,) = asyncio.run(_used(mcp_server.make_server([]), calls((tool, given))))
-    assert result.is_error
-    assert words in text(result)
+    wanted = [(tool, given) for tool, given, _ in WRONG]
+    results = asyncio.run(_used(mcp_server.make_server([]), calls(*wanted)))
+    for result, (tool, given, words) in zip(results, WRONG, strict=True):
+        assert result.is_error, (tool, given)
+        assert words in text(result), (tool, given)
 
 
 def test_a_long_answer_is_cut_and_says_so(start: Any, canned: Any) -> None:

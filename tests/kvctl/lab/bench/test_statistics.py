@@ -22,7 +22,6 @@ from kvctl.lab.bench.statistics import (
 )
 
 spans_strategy = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: tuple(sorted(pair))))
-values_strategy = st.lists(st.floats(0, 1e6), min_size=1)
 
 
 @given(spans=spans_strategy)
@@ -30,19 +29,13 @@ def test_the_union_counts_every_moment_once(spans: list[tuple[int, int]]):
     assert union(spans) == len({moment for start, end in spans for moment in range(start, end)})
 
 
-@given(values=values_strategy)
-def test_percentiles_start_at_the_least_and_end_at_the_most(values: list[float]):
-    ordered = sorted(values)
-    assert percentile(ordered, 0) == ordered[0]
-    assert percentile(ordered, 1) == ordered[-1]
-    assert median(values) == pytest.approx(statistics.median(values))
-
-
 @given(values=st.lists(st.floats(0, 1e6), min_size=2))
 def test_percentiles_are_those_of_the_standard_library(values: list[float]):
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    for number in (50, 90, 95, 99):
-        assert percentile(sorted(values), number / 100) == pytest.approx(cuts[number - 1])
+    ordered, cuts = sorted(values), statistics.quantiles(values, n=100, method="inclusive")
+    assert [percentile(ordered, number / 100) for number in range(1, 100)] == pytest.approx(cuts)
+    assert (percentile(ordered, 0), percentile(ordered, 1)) == (ordered[0], ordered[-1])
+    assert median(values) == pytest.approx(statistics.median(values))
+    assert median(values[:1]) == values[0]
 
 
 def test_a_summary_is_in_milliseconds_and_unknown_without_values():
@@ -71,18 +64,14 @@ def test_the_spread_leaves_out_outliers_of_many_rounds(rounds: list[float], limi
     assert spread(rounds[::-1]) == limits
 
 
-def test_equal_settings_are_told_apart_once_in_35():
-    rounds = range(2 * MIN_ROUNDS)
-    halves = [(set(half), set(rounds) - set(half)) for half in itertools.combinations(rounds, MIN_ROUNDS)]
-    assert sum(bool(told_apart(list(one), list(other))) for one, other in halves) == 2
-    assert len(halves) == 70
-
-
 @pytest.mark.parametrize("count", range(MIN_ROUNDS, 9))
 def test_equal_settings_are_told_apart_in_one_of_20_benches_at_most(count: int):
-    rounds = range(2 * count)
-    halves = [(set(half), set(rounds) - set(half)) for half in itertools.combinations(rounds, count)]
-    assert sum(bool(told_apart(list(one), list(other))) for one, other in halves) <= len(halves) / 20
+    """Rounds of two equal settings may come in any order; the first is one of the first setting's."""
+    rounds = set(range(2 * count))
+    ones = [{0, *more} for more in itertools.combinations(range(1, 2 * count), count - 1)]
+    apart = sum(bool(told_apart(list(one), list(rounds - one))) for one in ones)
+    assert apart <= len(ones) / 20
+    assert count > MIN_ROUNDS or (apart, len(ones)) == (1, 35)
 
 
 @pytest.mark.parametrize(
