@@ -31,14 +31,15 @@ logger = logging.getLogger("kvctl")
 # Caches and allocators whose pages are freed by `free_segment` of the allocator and by nothing else.
 _ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
 _CACHES = frozenset({"RadixCache", "UnifiedRadixCache", "ChunkCache"})
-# Options with which layers are computed twice, or two batches in turns. SGLang's checksum is of the pages in its cache,
-# not of a request's own.
+# Options with which layers are computed twice, or two batches in turns, or loads of a prefix may fail after the forward.
+# SGLang's checksum is of the pages in its cache, not of a request's own.
 _OPTIONS = (
     "enable_two_batch_overlap",
     "enable_single_batch_overlap",
     "enable_pdmux",
     "elastic_ep_backend",
     "disaggregation_enable_kv_checksum",
+    "enable_unified_cache_external_linker",
 )
 _STATES = frozenset({"mamba"})  # the others are sent from the pages in SGLang's cache, such as scales of KV elsewhere
 

@@ -187,6 +187,7 @@ def test_requests_without_a_room_are_left_to_sglang(scheduler: Scheduler) -> Non
         {"token_to_kv_pool_allocator": SimpleNamespace(page_size=PAGE)},
         {"server_args": SimpleNamespace(enable_two_batch_overlap=True)},
         {"server_args": SimpleNamespace(disaggregation_enable_kv_checksum=True)},
+        {"server_args": SimpleNamespace(enable_unified_cache_external_linker=True)},
     ],
 )
 def test_a_server_that_cannot_be_divided_says_so_once(
