@@ -277,6 +277,7 @@ def _report(
         "sides": [side.text for side in request.sides],
         "turns": request.together,
         "verified": None if None in verdicts or not verdicts else all(verdicts),
+        "problems": bench.problems(),
         "shape": request.model.shape,
         "floors": {"write_gb_per_s_by_transport": {}},
         "runs": rows,

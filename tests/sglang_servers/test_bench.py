@@ -39,7 +39,9 @@ def test_sides_are_measured_and_compared_and_one_that_fails_is_named(python: Pat
         assert row["tpot_ms"]["mean"] > 0
         assert row["output_tokens_per_s"] > 0
     assert all(row["overhead_ratio"] is not None for row in rows[1:])
-    assert json.loads((at / "saved.json").read_text())["runs"] == rows
+    saved = json.loads((at / "saved.json").read_text())
+    assert saved["runs"] == rows
+    assert [line.partition(": ")[0] for line in saved["problems"]] == [SIDES[3]] * len(saved["problems"]) != []
     assert "kvctl: kvctl/KVCTL_TRANSPORT=none: " in done.stderr
     log, *_ = [Path(name) for name in re.findall(r"--- the end of (\S+\.log)", done.stderr)]
     assert "KVCTL_TRANSPORT" in log.read_text()

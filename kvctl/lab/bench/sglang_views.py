@@ -71,7 +71,7 @@ def blocks(rows: Sequence[Row], document: Mapping[str, Any]) -> list[Block]:
     ]
     verdict = ("tokens were not compared", "yellow")
     if document["verified"] is not None:
-        equal = ("every side generated the same tokens", "green")
+        equal = ("all sides in the table generated the same tokens", "green")
         verdict = equal if document["verified"] else ("TOKENS DIFFER", "bold red")
     foot = [(line, "") for line in rounds_text(rows, document["turns"])]
     return [

@@ -166,7 +166,7 @@ def test_the_terminal_shows_every_side(tmp_path: Path) -> None:
     }
     head, table, foot = blocks(rows, document)
     assert "prefill tp1 → decode tp1 of SGLang 0.5.23 · a model" in str(head)
-    assert "every side generated the same tokens" in str(foot)
+    assert "all sides in the table generated the same tokens" in str(foot)
     assert "Δ of one round" in str(foot)
     assert table.view is SERVERS
     lines = tsv(SERVERS.columns, rows).splitlines()
