@@ -31,7 +31,7 @@ logger = logging.getLogger("kvctl")
 # Caches and allocators whose pages are freed by `free_segment` of the allocator and by nothing else.
 _ALLOCATORS = frozenset({"TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator"})
 _CACHES = frozenset({"RadixCache", "UnifiedRadixCache", "ChunkCache"})
-# Options with which layers are computed twice, or two batches in turns, or a prefix may be found missing after a forward.
+# Options with which layers are computed twice, or two batches in turns, or loads of a prefix fail after the forward.
 # SGLang's checksum is of the pages in its cache, not of a request's own.
 _OPTIONS = (
     "enable_two_batch_overlap",
