@@ -142,7 +142,7 @@ class KVPool:
         """
         if total_kv_heads is None and v is not None:
             raise MemoryLayoutError("total_kv_heads= is missing: pass the KV heads of the model, of all ranks together")
-        kv = DraftKV(k, v, total_kv_heads or 1, k_scale, v_scale, axes, dtype)
+        kv = DraftKV(k, v, 1 if total_kv_heads is None else total_kv_heads, k_scale, v_scale, axes, dtype)
         page_size = check_size("page_size", page_size, error=MemoryLayoutError)
         if not isinstance(draft, DraftKV | None):
             raise MemoryLayoutError(f"draft is {shown(draft)}: it must be a DraftKV")

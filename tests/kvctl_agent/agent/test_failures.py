@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -35,29 +34,6 @@ FAILED, SUCCESS = {RoomState.FAILED}, {RoomState.SUCCESS}
 
 
 class TestAbort:
-    def test_under_load_the_others_are_whole_and_the_aborted_ones_drained(self, make_fleet: Any, model: Any) -> None:
-        wide = model(heads=4, k_dim=128, v_dim=128, page_size=8, pages=1000, layers=2)
-        fleet = make_fleet("nixl", model=wide, path="staged", chunk_tokens=32).start()
-        rooms = [fleet.claim(fleet.receive(fleet.room(number, 8))) for number in range(100)]
-        random = np.random.default_rng(11)
-        aborted = []
-        for room in rooms:
-            fleet.feed(room, (3,))
-            if room.number % 3 == 0:
-                aborted.append(room)
-                handles = room.handles
-                handles[int(random.integers(len(handles)))].abort("enough")
-        for room in rooms:
-            states = room.wait(60)
-            assert len(states) == 1, (room.number, states)
-            assert room in aborted or states == SUCCESS, room.errors()
-            if states == SUCCESS:
-                fleet.expect(room)
-        assert sum(room.wait(0) == FAILED for room in aborted) > 10, "every abort came too late"
-        fleet.settle()
-        fleet.check(but=tuple(room for room in aborted if room.wait(0) == FAILED))
-        assert fleet.errors() == []
-
     def test_pages_come_back_only_when_the_writers_have_drained(
         self, make_fleet: Any, request: pytest.FixtureRequest
     ) -> None:

@@ -43,27 +43,6 @@ def finish(fleet: Any, room: Any, pages: np.ndarray) -> None:
 
 
 class TestPrefill:
-    def test_queued_parts_are_sent_from_the_new_pages(self, make_fleet: Any, request: pytest.FixtureRequest) -> None:
-        fleet = make_fleet(prefill=(1, 1), decode=(1, 1), path="staged", chunk_tokens=16).start()
-        room = fleet.claim(fleet.receive(fleet.room(1, 12, aux=2)))
-        busy, gate = threading.Event(), threading.Event()
-        request.addfinalizer(gate.set)
-        fleet.prefill[0].parts.transfers.run_between(lambda: busy.set() or gate.wait())
-        assert busy.wait(60)
-        fleet.feed(room, (4,))  # all parts wait for the measurement to end
-        (send,) = room.sends
-        assert not send.recalled
-        send.recall()
-        gate.set()
-        assert send.wait_recalled(60)
-        assert not send.sent
-        finish(fleet, room, move(fleet, room))
-        assert room.wait() == SUCCESS, room.errors()
-        fleet.expect(room)
-        fleet.check()
-        fleet.settle()
-        assert fleet.errors() == []
-
     def test_at_any_time_under_load_and_every_byte_is_right(self, make_fleet: Any) -> None:
         fleet = make_fleet("nixl", prefill=(1, 1), path="staged", chunk_tokens=16).start()
         for number in range(1, 25):

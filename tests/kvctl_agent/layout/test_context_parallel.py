@@ -33,11 +33,6 @@ def test_the_cp_rank_of_a_room_does_not_follow_from_its_replica() -> None:
     assert min(pairs.values()) > 850
 
 
-def test_one_cp_rank_sends_everything_in_every_mode() -> None:
-    for mode in CP_MODES:
-        assert owned_cells(mode, 1, 0, 7, 11, 3, 4) == grid(11, 3, 4)
-
-
 def test_every_page_after_the_prefix_belongs_to_one_rank_for_all_small_sizes() -> None:
     for mode, cp, total, chunk in product(CP_MODES, (1, 2, 3, 4), range(9), (1, 2, 3, 8)):
         for prefix in range(total + 1):

@@ -68,9 +68,6 @@ class TestGuards:
     def test_few_layers(self, layers: int) -> None:
         assert group_layers(0, layers, self.LONG, ON) == Grouping((), "few-layers")
 
-    def test_off_takes_precedence(self) -> None:
-        assert group_layers(0, 2, ForwardInfo((), multimodal=True), GroupingOptions()) == Grouping((), "off")
-
     def test_the_first_of_several_reasons_is_reported(self) -> None:
         order = [
             ({"tokens": (9216,)}, "few-tokens"),
@@ -102,10 +99,6 @@ class TestGuards:
 class TestOverride:
     SIZED = GroupingOptions(mode="on", group_size=24)
 
-    def test_in_place_of_threshold_and_formula(self) -> None:
-        grouping = group_layers(0, 80, ForwardInfo((1,)), self.SIZED)
-        assert (sizes(grouping), grouping.reason) == ([24, 24, 24, 8], "override")
-
     @pytest.mark.parametrize("mode", ["on", "auto"])
     def test_in_every_mode(self, mode: Any) -> None:
         options = replace(self.SIZED, mode=mode)
@@ -134,9 +127,6 @@ class TestMeasured:
         grouping = group_layers(0, 80, ForwardInfo((6000, 6288)), self.MEASURED, choose)
         assert asked == [(6144.0, 80)]
         assert (sizes(grouping), grouping.reason) == ([5] * 16, "measured")
-
-    def test_without_a_chooser_the_formula_decides(self) -> None:
-        assert group_layers(0, 80, ForwardInfo((9216,)), self.MEASURED).reason == "formula"
 
     def test_never_more_groups_than_chosen(self) -> None:
         assert sizes(group_layers(0, 32, ForwardInfo((9216,)), self.MEASURED, lambda *_: 10)) == [4] * 8

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvctl_agent.contract.states import MAX_RANKS
 from kvctl_agent.errors import LayoutError
 from kvctl_agent.layout.parallel import (
-    HeadRange,
     ParallelConfig,
     RankCoord,
     head_range,
@@ -19,11 +18,6 @@ from kvctl_agent.layout.parallel import (
     replicas,
 )
 from kvctl_agent.layout.shape import ModelShape, StateShape
-
-
-def test_sizes_default_to_one_rank() -> None:
-    assert ParallelConfig().size == 1
-    assert ParallelConfig().coord(0) == RankCoord(dp=0, pp=0, cp=0, tp=0)
 
 
 def test_ranks_are_numbered_pp_dp_cp_tp_with_tp_fastest() -> None:
@@ -87,10 +81,6 @@ def stage_ranges(side: ParallelConfig, num_layers: int) -> list[tuple[int, int]]
     return [side.stage_range(num_layers, stage) for stage in range(side.pp)]
 
 
-def test_stages_of_given_sizes_follow_each_other() -> None:
-    assert stage_ranges(ParallelConfig(pp=3, stages=(1, 5, 2)), 8) == [(0, 1), (1, 6), (6, 8)]
-
-
 @pytest.mark.parametrize("layers", range(1, 12))
 @pytest.mark.parametrize("pp", range(1, 12))
 def test_even_stages_tile_the_layers_and_differ_by_one_at_most(layers: int, pp: int) -> None:
@@ -123,12 +113,6 @@ def test_the_number_of_stages_must_equal_pp() -> None:
 def test_a_stage_has_layers(size: object) -> None:
     with pytest.raises(LayoutError, match=r"^layers of a stage is .* it must be a whole number from 1"):
         ParallelConfig(pp=2, stages=(3, size))  # type: ignore[arg-type]
-
-
-def test_with_more_ranks_than_heads_neighbours_hold_the_same_head() -> None:
-    assert [head_range(2, 6, rank) for rank in range(6)] == [HeadRange(0, 1)] * 3 + [HeadRange(1, 2)] * 3
-    assert replicas(2, 6) == 3
-    assert replicas(8, 8) == replicas(8, 4) == 1
 
 
 @pytest.mark.parametrize("heads", range(1, 25))
@@ -188,18 +172,6 @@ def test_a_stage_holds_its_layers_the_state_beside_them_and_the_last_one_the_dra
     assert last == [("kv", 4, 6, 6, 8), ("draft", 6, 7, 1, 2), ("conv", 3, 4, 0, 1), ("ssm", 0, 1, 3, 4)]
     mine = local_shards(SHAPE, 16, side, RankCoord(dp=0, pp=0, cp=0, tp=3))
     assert [(h.num_layers, h.heads) for h in mine] == [(4, 2), (0, 1), (3, 1), (0, 1)]
-
-
-def test_cp_and_dp_ranks_of_a_place_hold_the_same() -> None:
-    side = ParallelConfig(dp=2, pp=2, cp=3, tp=2)
-    same = {local_shards(SHAPE, 16, side, RankCoord(dp=dp, pp=1, cp=cp, tp=1)) for dp in range(2) for cp in range(3)}
-    assert len(same) == 1
-
-
-def test_more_ranks_than_heads_hold_one_each_and_every_rank_the_latent() -> None:
-    assert [ranges(ParallelConfig(tp=16), 0, tp)[0][3:] for tp in (0, 1, 2, 15)] == [(0, 1), (0, 1), (1, 2), (7, 8)]
-    latent = ModelShape(2, 1, 576, 0, 2, kind="mla")
-    assert [ranges(ParallelConfig(tp=4), 0, tp, latent) for tp in range(4)] == [[("kv", 0, 2, 0, 1)]] * 4
 
 
 def test_an_impossible_layout_is_refused() -> None:

@@ -52,12 +52,6 @@ def test_a_layer_of_latents_has_one_row_a_token() -> None:
 # --- Segments. ---
 
 
-def test_a_plain_model_is_one_segment() -> None:
-    (kv,) = segments(ModelShape(3, 5, 192, 128, 2), page_size=16)
-    assert (kv.index, kv.name, kv.layer_lo, kv.layer_hi, kv.heads, kv.state) == (0, "kv", 0, 3, 5, False)
-    assert kv.page_head_bytes == 16 * 640
-
-
 def test_draft_layers_are_numbered_after_the_targets_and_each_state_has_numbers_of_its_own() -> None:
     draft = ModelShape(2, 3, 8, 8, 1, k_scale_bytes=4)
     ssm = StateShape("ssm", layers=(1, 2, 3), rows=2, heads=6, head_bytes=7)
@@ -72,10 +66,6 @@ def test_draft_layers_are_numbered_after_the_targets_and_each_state_has_numbers_
     assert found[1].page_head_bytes == 16 * 16 + 4
     assert found[2].kv_layers == (0, 2)
     assert found[3].page_head_bytes * found[3].heads == 2 * 6 * 7
-
-
-def test_without_a_draft_the_first_state_follows_the_kv() -> None:
-    assert [s.name for s in segments(ModelShape(4, 1, 1, 1, 1, states=(CONV,)), 1)] == ["kv", "conv"]
 
 
 @pytest.mark.parametrize("page_size", [0, -1, 1.0])
@@ -99,11 +89,6 @@ def test_a_latent_has_neither_heads_nor_v(change: dict[str, int], numbers: str) 
     text = f"one latent row per token: num_kv_heads must be 1, v_dim and v_scale_bytes 0, not {numbers}$"
     with pytest.raises(LayoutError, match=text):
         replace(MLA, **change)  # type: ignore[arg-type]
-
-
-def test_only_a_latent_has_no_v() -> None:
-    with pytest.raises(LayoutError, match=r"^v_dim is 0: it must be a whole number from 1"):
-        ModelShape(1, 1, 1, 0, 2)
 
 
 @pytest.mark.parametrize("field", ["k_scale_bytes", "v_scale_bytes"])

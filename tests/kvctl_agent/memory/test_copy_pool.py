@@ -220,13 +220,6 @@ class TestPool:
         while any(task.exists() for task in made):  # for a moment the kernel lists a thread that has been joined
             assert time.monotonic() < deadline, "a thread was left"
 
-    def test_closing_leaves_no_descriptor(self, wake_fd: int) -> None:
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        pool = CopyPool(2, wake_fd).start()
-        assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
-        pool.close()
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
-
     def test_many_copies_from_many_threads_of_the_pool_and_this_one(self, wake_fd: int) -> None:
         """A test for sanitizers, and for crashes."""
         with filled(range(4), 200, 8, LARGE) as memory:

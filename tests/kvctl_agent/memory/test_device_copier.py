@@ -24,7 +24,6 @@ from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
 from tests.support.host_device import HostDevice
 from tests.support.numpy_copier import NumpyCopier
-from tests.support.strided import ORDERS, strided
 
 Planes = tuple[Plane, ...]
 
@@ -93,21 +92,6 @@ def read(device: HostDevice, stretch: MemorySpan, nbytes: int) -> np.ndarray:
 @pytest.mark.parametrize("planes", PLANES)
 @pytest.mark.parametrize(("head", "heads"), [(0, 8), (0, 2), (3, 4), (7, 1)])
 class TestSameAsNumpy:
-    @pytest.mark.parametrize("piece_bytes", [100, 700, 3000, 1 << 20])
-    def test_gather(
-        self, device: HostDevice, ring: RingMemory, planes: str, head: int, heads: int, piece_bytes: int
-    ) -> None:
-        copier = DeviceCopier(device.copies())
-        with filled(PLANES[planes], device) as memory:
-            part, wanted = gathered(memory, head, heads, (3, 7))
-            rows = RowIndex(memory, PAGES, head, heads)
-            for piece in part.pieces(piece_bytes):
-                stretch = ring.view(512, piece.nbytes)
-                finish(copier.gather(rows, [piece], [stretch]))
-                found = read(device, stretch, piece.nbytes)
-                assert np.array_equal(found, wanted[piece.offset : piece.offset + piece.nbytes])
-        copier.close()
-
     def test_scatter_of_parts_that_landed_together(
         self, device: HostDevice, ring: RingMemory, planes: str, head: int, heads: int
     ) -> None:
@@ -242,43 +226,4 @@ class TestRefusal:
             work: Any = copier.scatter([LandedPart(rows, part, ring.view(0, part.region_bytes))])
             with pytest.raises(DeviceError, match="told to fail"):
                 finish(work)
-        copier.close()
-
-
-class TestStrides:
-    """Planes in any order of the axes, and pages that consist of several transfer pages."""
-
-    SHARD = LocalShard(Segment(0, "kv", 0, 3, 4, (Plane("k", 4, 16), Plane("v", 4, 16))), 0, 3, 0, 4)
-    PAGES = np.array([5, 0, 2, 7, 3], np.int64)
-
-    @pytest.mark.parametrize("split", [1, 2, 4])
-    @pytest.mark.parametrize("order", ORDERS)
-    @pytest.mark.parametrize(("head", "heads"), [(0, 4), (1, 2)])
-    def test_gather_and_scatter(
-        self, device: HostDevice, ring: RingMemory, order: str, split: int, head: int, heads: int
-    ) -> None:
-        copier = DeviceCopier(device.copies())
-        memory, kept = strided(self.SHARD, 8 // split, order, split)
-        rows = RowIndex(memory, self.PAGES, head, heads)
-        part = memory.part_layout(1, 3, len(self.PAGES), heads)
-        stretch = ring.view(256, part.region_bytes)
-        (whole,) = part.pieces(part.nbytes)
-        finish(copier.gather(rows, [whole], [stretch]))
-        wanted = b"".join(
-            memory.elements(layer, plane).reshape(8, 4 // split, 4, 16)[self.PAGES, :, head : head + heads].tobytes()
-            for layer in (1, 2)
-            for plane in (0, 1)
-        )
-        assert read(device, stretch, part.nbytes).tobytes() == wanted
-
-        # All is cleared and comes back, in other pages of another order of the axes.
-        other, target = strided(self.SHARD, 8, ORDERS[ORDERS.index(order) - 1], seed=1)
-        other = other.at(split) if split > 1 else other
-        target[:] = 0
-        back = RowIndex(other, self.PAGES[::-1], head, heads)
-        finish(copier.scatter([LandedPart(back, other.part_layout(1, 3, len(self.PAGES), heads), stretch)]))
-        finish(copier.gather(back, [whole], [ring.view(1 << 16, part.region_bytes)]))
-        assert read(device, ring.view(1 << 16, part.nbytes), part.nbytes).tobytes() == wanted
-        assert np.count_nonzero(target) == np.count_nonzero(np.frombuffer(wanted, np.uint8))
-        assert kept.any()
         copier.close()

@@ -19,29 +19,7 @@ from kvctl_agent.memory.part_layout import PartLayout, Piece, Span
 from kvctl_agent.memory.pool import KVPool
 from kvctl_agent.memory.region import MemorySpan
 from kvctl_agent.memory.segment import RowIndex, SegmentMemory
-from tests.support.pools import PLANES, WIDE_K, Planes, filled
-
-
-def part_rows(
-    memory: SegmentMemory, layers: range, pages: list[int], head: int, heads: int
-) -> Iterator[tuple[int, int, slice]]:
-    """(layer, plane, position in the block) of every head's row of a part, by definition, in the region's order."""
-    for layer in layers:
-        for plane, (_, rows, head_bytes) in enumerate(memory.shard.segment.planes):
-            for page in pages:
-                for row in range(rows):
-                    for each in range(head, head + heads):
-                        start = ((page * rows + row) * memory.shard.heads + each) * head_bytes
-                        yield layer, plane, slice(start, start + head_bytes)
-
-
-def gathered(memory: SegmentMemory, layers: range, pages: list[int], head: int, heads: int, target_bytes: int) -> Bytes:
-    part = memory.part_layout(layers.start, layers.stop, len(pages), heads)
-    rows = RowIndex(memory, pages, head, heads)
-    region = np.zeros(part.region_bytes, dtype=np.uint8)
-    for piece in part.pieces(target_bytes):
-        gather_piece(piece, rows, region[piece.offset :])
-    return region[: part.nbytes]
+from tests.support.pools import WIDE_K, filled
 
 
 def scatter_part(rows: RowIndex, part: PartLayout, region: Bytes) -> None:
@@ -52,30 +30,6 @@ def scatter_part(rows: RowIndex, part: PartLayout, region: Bytes) -> None:
     while not copy.done():
         pass
     pool.close()
-
-
-# Heads of the pool and a slice of them: whole, aligned, unaligned, coprime, single, at either end.
-SLICES = [(8, 0, 8), (8, 2, 2), (8, 3, 2), (8, 5, 3), (8, 7, 1), (1, 0, 1), (6, 2, 4), (5, 0, 3), (3, 1, 2)]
-# A single page, scattered, repeated, one run, several runs, descending.
-PAGES = [[3], [5, 0, 9, 2], [4, 4, 1, 4], [2, 3, 4, 5], [7, 8, 1, 2, 3, 0], [3, 2, 1, 0]]
-
-
-LAYERS = range(5, 8)  # of these the part has the last two
-
-
-@pytest.mark.parametrize("planes", PLANES.values(), ids=PLANES)
-@pytest.mark.parametrize("pages", PAGES, ids=str)
-@pytest.mark.parametrize(("pool_heads", "head", "heads"), SLICES)
-def test_gather_reads_what_plain_loops_read(
-    pool_heads: int, head: int, heads: int, pages: list[int], planes: Planes
-) -> None:
-    with filled(LAYERS, 10, pool_heads, planes) as memory:
-        oracle = b"".join(
-            memory.block(layer, plane)[place].tobytes()
-            for layer, plane, place in part_rows(memory, LAYERS[1:], pages, head, heads)
-        )
-        for target_bytes in (1, 200, 1 << 20):
-            assert gathered(memory, LAYERS[1:], pages, head, heads, target_bytes).tobytes() == oracle
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvctl_agent.errors import KvctlError, LayoutError
+from kvctl_agent.errors import KvctlError
 from kvctl_agent.layout.shape import ModelShape, StateShape
 from kvctl_agent.memory.pool import Buffer, DraftKV, KVPool, StateTensors
 
@@ -23,99 +24,71 @@ NUMBERS = st.one_of(
     st.sampled_from([1j, {}, object(), iter([1]), range(2), np.array([1, 2]), [], (), "", "kv", "conv", "\ud800"]),
 )
 VALUES = NUMBERS | st.lists(NUMBERS, max_size=2) | st.tuples(NUMBERS, NUMBERS)
-EXAMPLES = settings(max_examples=150, deadline=None)
 
 
 def rows(layers: int = 2, dim: int = 8) -> list[np.ndarray]:
     return [np.zeros((32, 2, dim), np.float16) for _ in range(layers)]
 
 
-POOL = ["k", "v", "page_size", "total_kv_heads", "aux", "k_scale", "draft", "state"]
+def pool_of(**fields: Any) -> KVPool:
+    return KVPool.from_tensors(**{"k": rows(), "v": rows(), "page_size": 16, "total_kv_heads": 2, **fields})
 
 
-@EXAMPLES
-@given(st.sampled_from(POOL), VALUES)
-@example("page_size", np.int64(16))
-@example("total_kv_heads", np.uint8(2))
-def test_any_value_for_any_argument_of_a_pool(name: str, value: Any) -> None:
-    arguments = {"k": rows(), "v": rows(), "page_size": 16, "total_kv_heads": 2, name: value}
+def state_of(**fields: Any) -> KVPool:
+    return pool_of(state=[StateTensors(**fields)])
+
+
+MODEL = {"num_layers": 2, "num_kv_heads": 2, "k_dim": 8, "v_dim": 8, "dtype_bytes": 2, "kind": "mha"}
+STATE = {"name": "conv", "layers": (0, 1), "rows": 1, "heads": 1, "head_bytes": 8}
+TENSORS = {"name": "conv", "tensors": [np.zeros((4, 2, 3), np.float16)], "layers": None}
+BUFFER = {"address": 4096, "nbytes": 24, "item_bytes": 6, "shape": (6,), "dtype_bytes": 1}
+# What is made of fields, their right values, and other fields that may be wrong, too.
+MADE: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
+    "pool": (pool_of, {"k": None, "page_size": 16, "total_kv_heads": 2}, ["v", "aux", "k_scale", "draft", "state"]),
+    "heads of state": (state_of, {**TENSORS, "heads": 2, "axis": 1}, []),
+    "state": (state_of, TENSORS, []),
+    "buffer": (
+        lambda **fields: state_of(name="conv", tensors=[Buffer(**fields)]), BUFFER, ["strides", "offset", "gpu"]
+    ),
+    "draft": (
+        lambda **fields: pool_of(draft=DraftKV(**{"k": rows(1), "v": rows(1), **fields})),
+        {"total_kv_heads": 2}, ["k", "v", "k_scale", "v_scale"],
+    ),
+    "model": (ModelShape, MODEL, ["k_scale_bytes", "draft", "states"]),
+    "shape of state": (StateShape, STATE, []),
+}  # fmt: skip
+
+
+def numbers_of(shape: Any) -> list[Any]:
+    """Returns the numbers of a model, with those of its states, or of one state."""
+    if isinstance(shape, StateShape):
+        return [*shape.layers, shape.rows, shape.heads, shape.head_bytes]
+    own = [shape.num_kv_heads, shape.num_layers, shape.k_dim, shape.v_dim, shape.dtype_bytes, shape.k_scale_bytes]
+    return own + [number for state in shape.states for number in numbers_of(state)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("what", MADE)
+def test_any_value_for_any_field(what: str, data: st.DataObject) -> None:
+    make, fields, more = MADE[what]
+    fields = {name: value for name, value in fields.items() if value is not None}
+    fields[data.draw(st.sampled_from([*MADE[what][1], *more]))] = data.draw(VALUES)
     try:
-        pool = KVPool.from_tensors(**arguments)
+        made = make(**fields)
+        shape = made.shape() if isinstance(made, KVPool) else made
     except KvctlError:
         return
-    assert type(pool.page_size) is int
-    shape = pool.shape()
-    assert {type(number) for number in (shape.num_kv_heads, shape.num_layers, shape.k_dim, shape.dtype_bytes)} == {int}
-    pool.close()
+    assert {type(number) for number in numbers_of(shape)} == {int}
+    if isinstance(made, KVPool):
+        assert type(made.page_size) is int
+        made.close()
 
 
-@EXAMPLES
-@given(st.sampled_from(["name", "tensors", "layers", "heads", "axis"]), VALUES)
-@example("axis", np.int64(1))
-@example("heads", np.int64(1))
-def test_any_value_for_any_field_of_state(name: str, value: Any) -> None:
-    fields: dict[str, Any] = {"name": "conv", "tensors": [np.zeros((4, 2, 3), np.float16)], name: value}
-    if name == "heads":
-        fields["axis"] = 1
-    if name == "axis":
-        fields["heads"] = 2
-    try:
-        pool = KVPool.from_tensors(rows(), rows(), page_size=16, total_kv_heads=2, state=[StateTensors(**fields)])
-        shape = pool.shape()
-    except KvctlError:
-        return
-    for state in shape.states:
-        assert {type(number) for number in (*state.layers, state.rows, state.heads, state.head_bytes)} == {int}
-    pool.close()
-
-
-@EXAMPLES
-@given(st.sampled_from(["address", "nbytes", "item_bytes", "shape", "dtype_bytes", "strides", "offset", "gpu"]), VALUES)
-@example("shape", (2, 3))
-def test_any_value_for_any_field_of_a_buffer(name: str, value: Any) -> None:
-    fields: dict[str, Any] = {"address": 4096, "nbytes": 24, "item_bytes": 6, "shape": (6,), name: value}
-    state = StateTensors("conv", [Buffer(**fields)])
-    try:
-        shape = KVPool.from_tensors(rows(), rows(), page_size=16, total_kv_heads=2, state=[state]).shape()
-    except KvctlError:
-        return
-    assert {type(number) for number in (shape.states[0].rows, shape.states[0].head_bytes)} == {int}
-
-
-@EXAMPLES
-@given(st.sampled_from(["k", "v", "total_kv_heads", "k_scale", "v_scale"]), VALUES)
-def test_any_value_for_any_field_of_a_draft(name: str, value: Any) -> None:
-    fields: dict[str, Any] = {"k": rows(1), "v": rows(1), "total_kv_heads": 2, name: value}
-    try:
-        KVPool.from_tensors(rows(), rows(), page_size=16, total_kv_heads=2, draft=DraftKV(**fields)).close()
-    except KvctlError:
-        return
-
-
-@EXAMPLES
-@given(
-    st.sampled_from(["num_layers", "num_kv_heads", "k_dim", "v_dim", "kind", "k_scale_bytes", "draft", "states"]),
-    VALUES,
-)
-@example("num_layers", np.int64(2))
-def test_any_value_for_any_field_of_a_model(name: str, value: Any) -> None:
-    fields: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "k_dim": 8, "v_dim": 8, "dtype_bytes": 2, name: value}
-    try:
-        shape = ModelShape(**fields)
-    except LayoutError:
-        return
-    assert {type(number) for number in (shape.num_layers, shape.num_kv_heads, shape.k_scale_bytes)} == {int}
-
-
-@EXAMPLES
-@given(st.sampled_from(["name", "layers", "rows", "heads", "head_bytes"]), VALUES)
-def test_any_value_for_any_field_of_a_states_shape(name: str, value: Any) -> None:
-    fields: dict[str, Any] = {"name": "conv", "layers": (0, 1), "rows": 1, "heads": 1, "head_bytes": 8, name: value}
-    try:
-        shape = StateShape(**fields)
-    except LayoutError:
-        return
-    assert {type(number) for number in (*shape.layers, shape.rows, shape.heads, shape.head_bytes)} == {int}
+@pytest.mark.parametrize("heads", [0, np.array([1, 2])])
+def test_kv_heads_are_a_positive_number(heads: Any) -> None:
+    with pytest.raises(KvctlError, match="total_kv_heads is "):
+        pool_of(total_kv_heads=heads)
 
 
 @pytest.mark.parametrize("page_size", [0, -16, 16.0, True, "16", None])

@@ -67,8 +67,8 @@ def mean_cost(truth: Truth, chosen: Sequence[int]) -> float:
 
 
 @pytest.mark.parametrize("world", [flow_shop, contended])
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 1, 2, 4])
-@pytest.mark.parametrize("overhead_ms", [0.1, 0.5, 1, 2, 5])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1, 4])
+@pytest.mark.parametrize("overhead_ms", [0.1, 1, 5])
 @pytest.mark.parametrize("layers", [16, 32, 80])
 def test_near_the_best_and_never_much_worse_than_undivided(
     world: Callable[[float, float], Truth], ratio: float, overhead_ms: float, layers: int
@@ -93,21 +93,6 @@ def test_forwards_that_met_a_busy_machine_are_not_held_against_their_groups(rati
         tell(pacer, truth, chosen[-1], 0.1, noisy, stalled)
     assert mean_cost(truth, chosen[WARM_UP:]) < 1.03 * whole(truth, 1)
     assert mean_cost(truth, chosen[150:]) < 1.07 * min(whole(truth, n) for n in range(1, 81))
-
-
-def test_a_small_overhead_and_a_slow_lane_want_many_groups() -> None:
-    truth = flow_shop(1, 0.1)
-    chosen = run(GroupSizeTuner(Random(7)), truth, 80, 300, 0.05)
-    assert chosen[0] == 1
-    assert fmean(chosen[150:]) > 15
-    assert mean_cost(truth, chosen[WARM_UP:]) < 0.6 * whole(truth, 1)
-
-
-def test_a_large_overhead_wants_fewer() -> None:
-    truth = flow_shop(1, 5)
-    chosen = run(GroupSizeTuner(Random(7)), truth, 16, 300, 0.05)
-    assert 2 < fmean(chosen[150:]) < 10
-    assert mean_cost(truth, chosen[150:]) < 0.7 * whole(truth, 1)
 
 
 def test_groups_that_slow_the_engine_down_are_not_used_twice_as_often_as_trials() -> None:
@@ -238,11 +223,6 @@ def test_forwards_with_next_to_no_compute_teach_nothing() -> None:
         pacer.observe(TOKENS, 1, 1_000_000, 60_000_000, 60_000_000)
         pacer.observe(TOKENS, 2, 1_000_000, 50_000_000, 50_000_000)
     assert [pacer.choose(TOKENS, 80) for _ in range(5)] == [1] * 5
-
-
-def test_the_same_seed_and_the_same_forwards_give_the_same_choices() -> None:
-    runs = [run(GroupSizeTuner(Random(7)), flow_shop(1, 0.5), 32, 200, 0.1) for _ in range(2)]
-    assert runs[0] == runs[1]
 
 
 def test_memory_is_bounded_whatever_is_asked_and_told() -> None:

@@ -20,6 +20,7 @@ from kvctl_agent.layout.shape import segments
 from kvctl_agent.memory.allocations import StagingBuffers
 from kvctl_agent.memory.checksum import part_checksum
 from kvctl_agent.memory.copier import Copier, LandedPart, PendingCopy
+from kvctl_agent.memory.device_copier import DeviceCopier
 from kvctl_agent.memory.host_copier import CopyPool, HostCopier
 from kvctl_agent.memory.part_layout import PartLayout
 from kvctl_agent.memory.region import MemorySpan, Region
@@ -36,6 +37,7 @@ from kvctl_agent.protocol.peer import CancelToken, Lease
 from kvctl_agent.protocol.tag import PartKey, PartKind
 from kvctl_agent.transport.registry import open_transport
 from tests.support.engine_layouts import ORDERS, EnginePool
+from tests.support.host_device import HostDevice
 from tests.support.numpy_copier import NumpyCopier
 
 LAYERS = 2
@@ -126,7 +128,7 @@ def gathered(copier: Copier, pair: Pair) -> np.ndarray:
     part = memory.part_layout(*pair.layers, len(pair.src_pages), share.heads)
     region = np.zeros(part.region_bytes, np.uint8)
     pieces = part.pieces(64)
-    into = [MemorySpan(0, piece.nbytes, region[piece.offset :]) for piece in pieces]
+    into = [MemorySpan(region.ctypes.data + each.offset, each.nbytes, region[each.offset :]) for each in pieces]
     finish(copier.gather(RowIndex(memory, pair.src_pages, share.src_head, share.heads), pieces, into))
     return region[: part.nbytes]
 
@@ -142,7 +144,7 @@ def landed_part(pair: Pair, region: MemorySpan) -> LandedPart:
 def copiers() -> Iterator[list[Copier]]:
     fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     pool = CopyPool(0, fd)
-    yield [NumpyCopier(), HostCopier(pool)]
+    yield [NumpyCopier(), DeviceCopier(HostDevice().copies()), HostCopier(pool)]
     pool.close()
     os.close(fd)
 
@@ -212,7 +214,7 @@ def test_a_thousand_pairs_by_every_copier_and_path(copiers: list[Copier], seed: 
         copier = copiers[number % len(copiers)]
         before = pair.target.raw.copy()
         assert np.array_equal(gathered(copier, pair), staged), pair
-        finish(copier.scatter([landed_part(pair, MemorySpan(0, staged.nbytes, staged))]))
+        finish(copier.scatter([landed_part(pair, MemorySpan(staged.ctypes.data, staged.nbytes, staged))]))
         assert np.array_equal(pair.target.raw, wanted), pair
         pair.target.raw[:] = before
         transport = Copies(pair)

@@ -21,9 +21,13 @@ SHAPE = ModelShape(32, 8, 128, 128, 2, states=(StateShape("conv", (0, 1), 4, 8, 
 KV, CONV = segments(SHAPE, 16)
 SAME = TransferSlice(0, 0, 0, 0, 0, 2, 0, 32, 2, 2, KV.page_head_bytes)  # both ends hold exactly these heads
 CUT = TransferSlice(0, 0, 0, 0, 2, 2, 0, 32, 2, 8, KV.page_head_bytes)  # the reader holds more
+# State is small and scattered, and gets no ring region.
+STATE = TransferSlice(0, 0, 1, 0, 0, 2, 0, 2, 2, 2, CONV.page_head_bytes)
+CUT_STATE = TransferSlice(0, 0, 1, 0, 2, 2, 0, 2, 2, 8, CONV.page_head_bytes)
 RUN = np.arange(64, dtype=np.int32)
 SCATTERED = (RUN * 7) % 1021
 RING = 1 << 30
+NO_RING = [("off", RING), ("auto", 0), ("on", 0), ("off", 0)]
 
 FREE_DESCRIPTORS = ConnectionCost(10.0, 1.0, ((512, 0.0), (1 << 18, 1.0)))
 DEAR_DESCRIPTORS = ConnectionCost(10.0, 10.0, ((512, 50.0), (1 << 18, 80.0)))
@@ -44,54 +48,65 @@ def chooser(
     return made
 
 
-class TestFixed:
-    @pytest.mark.parametrize("path", ["slice", "staged"])
-    @pytest.mark.parametrize("share", [SAME, CUT])
-    def test_a_fixed_path_is_taken_whatever_it_costs(self, path: str, share: TransferSlice) -> None:
-        made = chooser(path, connection=DEAR_DESCRIPTORS, copy=DEAR_COPIES)
-        assert made.choose(RING, share, 32, SCATTERED) == path
-
-    def test_bulk_is_taken_where_it_is_possible_and_slice_where_it_is_not(self) -> None:
-        assert chooser("bulk").choose(RING, SAME, 32, RUN) == "bulk"
-        assert chooser("bulk").choose(RING, CUT, 32, RUN) == "slice"
-
-    def test_the_path_may_be_changed_while_running(self) -> None:
-        made = chooser("staged")
-        made.path = "slice"
-        assert made.choose(RING, SAME, 32, RUN) == "slice"
+DEAR = {"descriptors": (DEAR_DESCRIPTORS, FREE_COPIES), "copies": (FREE_DESCRIPTORS, DEAR_COPIES), "": (None, None)}
+CHEAPEST, CHEAP, DEAREST = DirectCost(1.0, 1.0), DirectCost(10.0, 1.0), DirectCost(1e9, 1e6)
 
 
-class TestWithoutStaging:
-    @pytest.mark.parametrize(("staging", "ring"), [("off", RING), ("auto", 0), ("on", 0), ("off", 0)])
-    def test_without_a_ring_or_with_staging_off_the_plain_paths_remain(self, staging: str, ring: int) -> None:
-        made = chooser(staging=staging, connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
-        assert made.choose(ring, SAME, 32, SCATTERED) == "bulk"
-        assert made.choose(ring, CUT, 32, SCATTERED) == "slice"
+@pytest.mark.parametrize(
+    ("path", "staging", "ring", "dear", "direct", "same", "cut"),
+    [
+        # A fixed path is taken whatever it costs, bulk where it is possible, and direct where it is not, too.
+        ("slice", "auto", RING, "descriptors", CHEAPEST, "slice", "slice"),
+        ("staged", "auto", RING, "copies", CHEAPEST, "staged", "staged"),
+        ("bulk", "auto", RING, "", CHEAPEST, "bulk", "slice"),
+        ("direct", "auto", RING, "descriptors", None, "direct", "direct"),
+        # Without a ring, or with staging off, the plain paths and direct remain.
+        *(("auto", staging, ring, "descriptors", None, "bulk", "slice") for staging, ring in NO_RING),
+        *(("auto", staging, ring, "descriptors", CHEAPEST, "direct", "direct") for staging, ring in NO_RING),
+        *(("auto", staging, ring, "descriptors", DEAREST, "bulk", "slice") for staging, ring in NO_RING),
+        ("auto", "on", RING, "copies", CHEAPEST, "staged", "staged"),
+        ("auto", "auto", RING, "descriptors", None, "staged", "staged"),
+        ("auto", "auto", RING, "copies", None, "bulk", "slice"),
+        ("auto", "auto", RING, "descriptors", CHEAP, "direct", "direct"),
+        ("auto", "auto", RING, "descriptors", DirectCost(10.0, 1e6), "staged", "staged"),
+    ],
+)
+def test_a_part_takes_the_configured_or_the_cheapest_path(
+    path: str, staging: str, ring: int, dear: str, direct: DirectCost | None, same: str, cut: str
+) -> None:
+    made = chooser("staged", staging, *DEAR[dear], direct)
+    made.path = path  # it may be changed while running
+    mapped = direct is not None
+    assert [made.choose(ring, share, 32, SCATTERED, mapped) for share in (SAME, CUT)] == [same, cut]
 
-    def test_the_fallback_of_a_part_that_can_have_no_region(self) -> None:
-        assert chooser("staged").without_ring(SAME) == "bulk"
-        assert chooser("staged").without_ring(CUT) == "slice"
+
+def test_before_anything_was_measured_scattered_heads_are_staged_unless_memory_is_mapped() -> None:
+    assert chooser().choose(RING, CUT, 32, SCATTERED) == "staged"
+    assert chooser().choose(RING, CUT, 32, SCATTERED, True) == "direct"
+    assert chooser("auto", "auto", *DEAR["descriptors"]).choose(RING, CUT, 32, SCATTERED, True) == "direct"
+    assert chooser("auto", "auto", *DEAR["descriptors"], CHEAP).choose(RING, CUT, 32, SCATTERED, False) == "staged"
+
+
+@pytest.mark.parametrize("staging", ["on", "auto", "off"])
+@pytest.mark.parametrize("shares", [(SAME, CUT), (STATE, CUT_STATE)], ids=["kv", "state"])
+@pytest.mark.parametrize(
+    ("path", "mapped", "same", "cut"),
+    [
+        *((path, False, "bulk", "slice") for path in ("auto", "staged", "bulk")),
+        *((path, True, "bulk", "slice") for path in ("staged", "bulk")),
+        *(("slice", mapped, "slice", "slice") for mapped in (False, True)),
+        *(("direct", mapped, "direct", "direct") for mapped in (False, True)),
+        ("auto", True, "direct", "direct"),
+    ],
+)
+def test_state_and_parts_that_can_have_no_region_go_straight_to_their_pages(
+    path: str, mapped: bool, same: str, cut: str, shares: tuple[TransferSlice, ...], staging: str
+) -> None:
+    made = chooser(path, staging, *DEAR["descriptors"])
+    assert [made.without_ring(share, mapped) for share in shares] == [same, cut]
 
 
 class TestAuto:
-    def test_staging_on_prefers_it_whatever_it_costs(self) -> None:
-        made = chooser(staging="on", connection=FREE_DESCRIPTORS, copy=DEAR_COPIES)
-        assert made.choose(RING, SAME, 32, RUN) == "staged"
-        assert made.choose(RING, CUT, 32, RUN) == "staged"
-
-    def test_before_anything_was_measured_scattered_heads_are_staged(self) -> None:
-        assert chooser().choose(RING, CUT, 32, SCATTERED) == "staged"
-
-    def test_dear_descriptors_are_avoided(self) -> None:
-        made = chooser(connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
-        assert made.choose(RING, CUT, 32, SCATTERED) == "staged"
-        assert made.choose(RING, SAME, 32, SCATTERED) == "staged"
-
-    def test_dear_copies_are_avoided(self) -> None:
-        made = chooser(connection=FREE_DESCRIPTORS, copy=DEAR_COPIES)
-        assert made.choose(RING, CUT, 32, SCATTERED) == "slice"
-        assert made.choose(RING, SAME, 32, SCATTERED) == "bulk"
-
     def test_the_readers_page_runs_decide_between_bulk_and_staged(self) -> None:
         made = chooser(connection=DEAR_DESCRIPTORS, copy=CopyCost((256,), (500.0,), (500.0,)))
         assert made.choose(RING, SAME, 8, RUN) == "bulk"
@@ -126,14 +141,6 @@ class TestDirect:
     ) -> PathChooser:
         return chooser(path, staging, **({"connection": DEAR_DESCRIPTORS, "copy": FREE_COPIES, "direct": cost} | costs))
 
-    @pytest.mark.parametrize("share", [SAME, CUT])
-    def test_it_is_taken_where_it_is_cheapest(self, share: TransferSlice) -> None:
-        cheap, dear = DirectCost(10.0, 1.0), DirectCost(10.0, 1e6)
-        assert self.made(cost=cheap).choose(RING, share, 32, SCATTERED, True) == "direct"
-        assert self.made(cost=dear).choose(RING, share, 32, SCATTERED, True) == "staged"
-        assert self.made(cost=cheap).choose(RING, share, 32, SCATTERED, False) == "staged"
-        assert "direct" not in self.made(cost=cheap).costs(share, 4, RUN)
-
     def test_its_cost_is_that_of_a_part_and_of_its_bytes(self) -> None:
         made = self.made(cost=DirectCost(10.0, 4.0))
         mib = SAME.payload_bytes(64, 4) / (1 << 20)
@@ -148,53 +155,6 @@ class TestDirect:
         costs = made.costs(CUT, 4, RUN[:1], True)
         assert costs["staged"] == pytest.approx(alone["staged"] + 2 * us_per_part)
         assert costs["direct"] < costs["staged"]
-
-    def test_before_anything_was_measured_it_is_taken(self) -> None:
-        assert self.made(connection=None, copy=None).choose(RING, CUT, 32, SCATTERED, True) == "direct"
-        assert self.made().choose(RING, CUT, 32, SCATTERED, True) == "direct"
-
-    def test_without_a_ring_it_is_weighed_against_plain_writes(self) -> None:
-        for staging, ring in (("off", RING), ("auto", 0)):
-            cheap = self.made(staging=staging, cost=DirectCost(1.0, 1.0))
-            dear = self.made(staging=staging, cost=DirectCost(1e9, 1.0))
-            assert cheap.choose(ring, CUT, 32, SCATTERED, True) == "direct"
-            assert dear.choose(ring, CUT, 32, SCATTERED, True) == "slice"
-            assert dear.choose(ring, SAME, 32, SCATTERED, True) == "bulk"
-
-    def test_staging_on_prefers_staging(self) -> None:
-        assert self.made(staging="on", cost=DirectCost(1.0, 1.0)).choose(RING, CUT, 32, SCATTERED, True) == "staged"
-
-    @pytest.mark.parametrize("reached", [True, False])
-    def test_fixed_it_never_falls_back(self, reached: bool) -> None:
-        assert self.made("direct").choose(RING, CUT, 32, SCATTERED, reached) == "direct"
-        assert self.made("direct").without_ring(CUT, reached) == "direct"
-
-    @pytest.mark.parametrize("path", ["bulk", "slice", "staged"])
-    def test_other_fixed_paths_stay_what_they_are(self, path: str) -> None:
-        made = self.made(path, cost=DirectCost(1.0, 1.0))
-        assert made.choose(RING, SAME, 32, SCATTERED, True) == path
-        assert made.without_ring(SAME, True) in ("bulk", "slice")
-
-    def test_state_goes_direct_where_it_can(self) -> None:
-        assert self.made().without_ring(TestState.CUT, True) == "direct"
-        assert self.made().without_ring(TestState.CUT, False) == "slice"
-
-
-class TestState:
-    """State is small and scattered, and gets no ring region."""
-
-    SAME = TransferSlice(0, 0, 1, 0, 0, 2, 0, 2, 2, 2, CONV.page_head_bytes)
-    CUT = TransferSlice(0, 0, 1, 0, 2, 2, 0, 2, 2, 8, CONV.page_head_bytes)
-
-    @pytest.mark.parametrize("path", ["auto", "staged", "bulk"])
-    @pytest.mark.parametrize("staging", ["on", "auto", "off"])
-    def test_it_goes_straight_to_its_items(self, path: str, staging: str) -> None:
-        made = chooser(path, staging, connection=DEAR_DESCRIPTORS, copy=FREE_COPIES)
-        assert made.without_ring(self.SAME) == "bulk"
-        assert made.without_ring(self.CUT) == "slice"
-
-    def test_slice_is_slice(self) -> None:
-        assert chooser("slice").without_ring(self.SAME) == "slice"
 
 
 class TestGeometries:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvctl_agent.errors import LayoutError
-from kvctl_agent.layout.chunks import Chunk, grid
+from kvctl_agent.layout.chunks import Chunk
 from kvctl_agent.protocol.prefill.send_room import ComputedPages, SendableChunk
 
 LAYERS = range(3, 8)
@@ -110,40 +108,6 @@ def test_layers_that_stand_at_one_page_are_one_span() -> None:
     assert computed.describe_missing() == "layers 5-7 were given 4 of 6 pages"
 
 
-def test_a_tail_rides_with_what_follows() -> None:
-    computed = ComputedPages(LAYERS, 4)
-    assert computed.take(None, PROMPT[:6], last=False) == [SendableChunk(3, 8, 0, 4)]
-    assert computed.take(None, PROMPT[6:7], last=True) == [SendableChunk(3, 8, 4, 7)]
-
-
-def test_one_group_that_knows_the_end_tells_it_for_those_before() -> None:
-    """Else the tail of the first group would be held back for ever."""
-    computed = ComputedPages(LAYERS, 4)
-    assert computed.take((3, 5), PROMPT[:6], last=False) == [SendableChunk(3, 5, 0, 4)]
-    assert computed.take((5, 8), PROMPT[:6], last=True) == [SendableChunk(5, 8, 0, 6), SendableChunk(3, 5, 4, 6)]
-    assert computed.complete
-
-
-@pytest.mark.parametrize(
-    ("layers", "pages", "last", "text"),
-    [
-        ((3, 8), PROMPT[:1], False, "layers 3-7 do not stand at one page: 3-4 at page 4, 5-7 at page 0"),
-        ((5, 8), PROMPT[1:5], False, "pages 0-4 are others than those given for other layers"),
-        ((5, 8), PROMPT[:2], True, "the last pages end at 2, but other layers were given 4"),
-        ((2, 4), PROMPT[:2], False, "layers 2-3 are not among this rank's 3-7"),
-        ((7, 9), PROMPT[:2], False, "layers 7-8 are not among this rank's 3-7"),
-        ((5, 5), PROMPT[:2], False, "layers [5, 5) are not among this rank's 3-7"),
-    ],
-)
-def test_what_does_not_follow_is_refused_in_words(
-    layers: tuple[int, int], pages: np.ndarray, last: bool, text: str
-) -> None:
-    computed = ComputedPages(LAYERS, 2)
-    computed.take((3, 5), PROMPT[:4], last=False)
-    with pytest.raises(LayoutError, match=re.escape(text)):
-        computed.take(layers, pages, last)
-
-
 def test_nothing_follows_the_last_pages() -> None:
     computed = ComputedPages(LAYERS, 2)
     computed.take((3, 5), PROMPT[:4], last=True)
@@ -151,23 +115,3 @@ def test_nothing_follows_the_last_pages() -> None:
         computed.take((5, 8), PROMPT[:6], last=False)
     with pytest.raises(LayoutError, match="pages up to 3 after the last ones, which ended at 4"):
         computed.take((5, 8), PROMPT[:3], last=True)
-
-
-@given(sends=st.lists(st.integers(0, 40), min_size=1, max_size=12), data=st.data(), chunk_pages=st.integers(1, 50))
-def test_for_any_split_of_a_prompt_each_cell_is_sent_whole_and_as_early_as_possible(
-    sends: list[int], data: st.DataObject, chunk_pages: int
-) -> None:
-    total = sum(sends)
-    cells = grid(total, data.draw(st.integers(0, total)), chunk_pages)
-    computed = ComputedPages(range(1), chunk_pages)
-    fed = sent = 0
-    for number, count in enumerate(sends):
-        pages = np.arange(fed, fed + count, dtype=np.int32)
-        fed += count
-        (chunk,) = computed.take(None, pages, number == len(sends) - 1)
-        # Only computed pages are sent, none is taken back, and no whole cell is held back.
-        assert sent <= chunk.new <= fed
-        assert all(cell.first + cell.count <= chunk.new or cell.first >= chunk.new for cell in cells)
-        assert all(cell.first + cell.count <= chunk.new for cell in cells if (cell.index + 1) * chunk_pages <= fed)
-        sent = chunk.new
-    assert sent == total

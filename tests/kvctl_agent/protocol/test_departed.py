@@ -6,7 +6,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.peer import PeerState
-from tests.support.protocol.moments import pass_time
+from tests.support.protocol.moments import connected, pass_time
 from tests.support.protocol.simulation import Instance, World, registry
 
 
@@ -21,8 +21,7 @@ def replace(world: World, life: int) -> tuple[str, ...]:
 
 
 def test_a_lost_rank_that_left_its_roster_is_forgotten() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(tp=2))
     for life in range(50):
         names = replace(world, life)
         pass_time(world, 2)
@@ -31,8 +30,7 @@ def test_a_lost_rank_that_left_its_roster_is_forgotten() -> None:
 
 def test_it_is_kept_while_a_room_still_waits_for_it() -> None:
     """Its pages are not free before it has drained, so it must still be known when it says so."""
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(tp=2))
     room = world.receive(7, 4)
     world.flush()
     world.paused |= {"prefill-0", "prefill-1"}
@@ -52,8 +50,7 @@ class TestDisconnect:
     """The engine says that an instance has ended or was replaced."""
 
     def test_its_rooms_fail_and_its_ranks_are_forgotten_once_they_have_drained(self) -> None:
-        world = World(ParallelConfig(tp=2), ParallelConfig(), others=[Instance(ParallelConfig())])
-        world.connect()
+        world = connected(ParallelConfig(tp=2), others=[Instance(ParallelConfig())])
         own, other = world.receive(7, 4), world.receive(8, 4, instance=1)
         world.send(7, 4, ranks=[0])
         world.flush()
@@ -71,8 +68,7 @@ class TestDisconnect:
         world.check_empty()
 
     def test_the_same_instance_may_be_connected_again(self) -> None:
-        world = World(ParallelConfig(tp=2), ParallelConfig())
-        world.connect()
+        world = connected(ParallelConfig(tp=2))
         world.feed("decode-0", ev.DisconnectInstance(registry(0)))
         assert not world.d().peers
         world.feed("decode-0", ev.ConnectInstance(registry(0)))
@@ -84,8 +80,7 @@ class TestDisconnect:
         assert room.state is RoomState.SUCCESS
 
     def test_memory_that_a_lost_rank_may_still_write_stays_quarantined(self) -> None:
-        world = World(ParallelConfig(tp=2), ParallelConfig())
-        world.connect()
+        world = connected(ParallelConfig(tp=2))
         room = world.receive(7, 4)
         world.flush()
         world.paused |= {"prefill-0", "prefill-1"}
@@ -101,8 +96,7 @@ class TestDisconnect:
         assert (world.d().quarantined_bytes, room.released, world.d().peers) == (0, True, {})
 
     def test_a_lost_rank_that_still_runs_is_asked_to_drain_when_it_answers_again(self) -> None:
-        world = World(ParallelConfig(tp=2), ParallelConfig())
-        world.connect()
+        world = connected(ParallelConfig(tp=2))
         room = world.receive(7, 4)
         world.flush()
         world.paused |= {"prefill-0", "prefill-1"}
@@ -115,8 +109,7 @@ class TestDisconnect:
         assert (room.released, world.d().peers) == (True, {})
 
     def test_lost_ranks_that_no_room_waits_for_are_forgotten_at_once(self) -> None:
-        world = World(ParallelConfig(tp=2), ParallelConfig())
-        world.connect()
+        world = connected(ParallelConfig(tp=2))
         world.paused |= {"prefill-0", "prefill-1"}
         pass_time(world, 20)
         assert world.d().peers["prefill-0"].state is PeerState.LOST
@@ -124,8 +117,7 @@ class TestDisconnect:
         assert not world.d().peers
 
     def test_its_rank_names_are_free_for_its_successor(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())])
-        world.connect()
+        world = connected(others=[Instance(ParallelConfig())])
         world.feed("decode-0", ev.RosterKnown(registry(1), ("prefill-0",)))
         assert world.receive(7, 4, instance=1).failure["code"] == "KV_COMPAT_MISMATCH"
         actions = world.d().handle(ev.DisconnectInstance(registry(0)), world.now_ns)

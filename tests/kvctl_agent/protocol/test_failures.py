@@ -8,7 +8,7 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
-from tests.support.protocol.moments import under_way
+from tests.support.protocol.moments import connected, run_until, under_way
 from tests.support.protocol.simulation import SECOND, TIMING, World, direct, staged
 
 STAGES = [0, 5, 12, 20, 30, 40, 60]
@@ -43,22 +43,8 @@ def test_the_first_cause_wins_on_every_rank() -> None:
     assert [world.sent_failures[name, 7]["text"] for name in world.prefill_names] == ["the first"] * 2
 
 
-def test_parts_behind_the_fence_are_dropped_and_not_written() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct, chunk_pages=1)
-    world.connect()
-    world.receive(7, 3)
-    world.send(7, 3)
-    while not [item for item in world.pool if item.kind == "begin"]:
-        world.happen(world.pool.pop(world.ready()[0]))
-    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
-    world.settle()
-    assert not world.rooms["decode-0", 7, 1000].segments
-    world.check_empty()
-
-
 def test_a_part_that_failed_with_bytes_in_flight_holds_its_room_until_the_engine_lets_go() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(choose=direct)
     room = world.receive(7, 2)
     world.send(7, 2)
     while not world.flying:
@@ -66,8 +52,7 @@ def test_a_part_that_failed_with_bytes_in_flight_holds_its_room_until_the_engine
     order = world.flying[0].order
     failed = ev.PartFailed("decode-0", 7, 1000, order.kind, order.key, "KV_TRANSPORT", "the wire broke", True)
     world.feed("prefill-0", failed)
-    while places := [place for place in world.ready() if world.pool[place].kind != "complete"]:
-        world.happen(world.pool.pop(places[0]))
+    run_until(world, "complete")
     assert world.sent["prefill-0", 7] is RoomState.FAILED
     assert room.failure["text"] == "the wire broke"
     assert not room.released
@@ -77,8 +62,7 @@ def test_a_part_that_failed_with_bytes_in_flight_holds_its_room_until_the_engine
 
 
 def test_a_page_count_that_differs_fails_that_room_alone_and_names_both_counts() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     for room, pages in [(7, 5), (8, 4)]:
         world.receive(room, 4)
         world.send(room, pages)
@@ -92,8 +76,7 @@ def test_a_page_count_that_differs_fails_that_room_alone_and_names_both_counts()
 
 
 def test_too_many_pages_are_noticed_before_a_cell_of_another_length_is_sent() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), chunk_pages=4, choose=direct)
-    world.connect()
+    world = connected(chunk_pages=4, choose=direct)
     room = world.receive(7, 6)
     world.flush()
     world.feed("prefill-0", ev.SendRoom(7))
@@ -105,8 +88,7 @@ def test_too_many_pages_are_noticed_before_a_cell_of_another_length_is_sent() ->
 
 def test_a_failure_in_one_leg_stops_all_legs_of_the_room() -> None:
     """The pages fit one decode rank and not the other: nothing may leave for either after the failure."""
-    world = World(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
     world.receive(7, 5, reader=0)
     world.receive(7, 4, reader=1)
     world.flush()
@@ -118,8 +100,7 @@ def test_a_failure_in_one_leg_stops_all_legs_of_the_room() -> None:
 
 
 def test_a_decode_rank_that_expects_an_aux_row_learns_that_there_is_none() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     room = world.receive(7, 2, aux=3)
     world.send(7, 2, aux=-1)
     world.settle()
@@ -128,8 +109,7 @@ def test_a_decode_rank_that_expects_an_aux_row_learns_that_there_is_none() -> No
 
 
 def test_prefill_does_not_wait_for_a_room_whose_opening_it_refused() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), num_pages=50)
-    world.connect()
+    world = connected(num_pages=50)
     world.send(7, 2)
     world.receive(7, 2, first_page=49)
     world.settle(ticks=3)
@@ -139,8 +119,7 @@ def test_prefill_does_not_wait_for_a_room_whose_opening_it_refused() -> None:
 
 
 def test_our_own_wrong_page_list_fails_that_room_here() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     room = world.receive(7, 5, prefix=5, aux=-1)
     wrong = world.receive(8, 0, aux=-1, extra=3)
     assert "3 pages after a prefix of 0, not 0" in wrong.failure["text"]
@@ -150,8 +129,7 @@ def test_our_own_wrong_page_list_fails_that_room_here() -> None:
 
 
 def test_an_abort_before_the_other_side_comes_is_told_when_it_comes() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.send(7, 2)
     world.flush()
     world.feed("prefill-0", ev.AbortRoom(7, "enough"))
@@ -162,8 +140,7 @@ def test_an_abort_before_the_other_side_comes_is_told_when_it_comes() -> None:
 
 
 def test_prefill_that_comes_after_the_room_has_failed_is_told_so() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.receive(7, 2)
     world.flush()
     world.feed("decode-0", ev.AbortRoom(7, "enough"))
@@ -174,8 +151,7 @@ def test_prefill_that_comes_after_the_room_has_failed_is_told_so() -> None:
 
 
 def test_prefill_that_comes_while_a_failed_room_is_not_yet_acknowledged_gets_its_pages_back() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.receive(7, 2)
     world.flush()
     world.feed("prefill-0", ev.AbortRoom(7, "enough"))
@@ -185,8 +161,7 @@ def test_prefill_that_comes_while_a_failed_room_is_not_yet_acknowledged_gets_its
 
 
 def test_a_refusal_that_was_lost_is_given_again() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), num_pages=50)
-    world.connect()
+    world = connected(num_pages=50)
     room = world.receive(7, 2, first_page=49)
     world.happen(world.pool.pop())
     world.pool.clear()
@@ -215,16 +190,14 @@ class TestDeadlines:
         assert "not accepted by prefill-1" in text
 
     def test_an_engine_that_never_computes(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig())
-        world.connect()
+        world = connected()
         world.receive(7, 2)
         text = self.failure(world, TIMING.waiting_ns)
         assert "KV_ROOM_STUCK" in text
         assert "chunk 0 layers 0-1 of prefill-0 did not arrive" in text or "gave 0 pages" in text
 
     def test_a_decode_rank_that_never_opens(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig(tp=2))
-        world.connect()
+        world = connected(ParallelConfig(), ParallelConfig(tp=2))
         world.receive(7, 2)
         world.send(7, 2)
         while not world.sent["prefill-0", 7].finished:
@@ -237,8 +210,7 @@ class TestDeadlines:
 
     def test_an_engine_that_does_not_finish_one_of_two_ranks(self) -> None:
         """Not "no RoomDone": the decode side cannot say so before the aux row is there."""
-        world = World(ParallelConfig(tp=2), ParallelConfig())
-        world.connect()
+        world = connected(ParallelConfig(tp=2))
         world.receive(7, 2)
         world.flush()
         for number, name in enumerate(world.prefill_names):
@@ -253,8 +225,7 @@ class TestDeadlines:
         assert failure["text"].endswith("finish() was not called")
 
     def test_a_room_that_moves_on_meets_no_deadline(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig(), chunk_pages=1, ring=64)
-        world.connect()
+        world = connected(chunk_pages=1, ring=64)
         room = world.receive(7, 5)
         world.flush()
         world.feed("prefill-0", ev.SendRoom(7))
@@ -267,20 +238,6 @@ class TestDeadlines:
         world.feed("prefill-0", ev.Finish(7, 1, 1))
         world.flush()
         assert room.state is RoomState.SUCCESS
-
-
-def test_a_stopped_writer_does_not_keep_the_ring_from_others() -> None:
-    """An abort while a writer is stopped: its own region waits for its word, and is free as soon as it is given."""
-    world = under_way(34, ring=2)
-    world.paused.add("prefill-0")
-    world.feed("decode-0", ev.AbortRoom(7, "enough"))
-    for _ in range(5):
-        world.tick(SECOND)
-        world.flush()
-    assert not world.rooms["decode-0", 7, 1000].released
-    world.paused.clear()
-    world.settle()
-    assert world.d().state.grant_table.ring.used_bytes == 0
 
 
 class FailingDevice(World):  # type: ignore[misc]

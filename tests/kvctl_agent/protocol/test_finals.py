@@ -14,6 +14,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
+from tests.support.protocol.moments import run_until
 from tests.support.protocol.simulation import TIMING, World, direct
 
 CONV = StateShape("conv", (0, 1), 3, 1, 16)
@@ -28,37 +29,6 @@ def world_of(prefill: ParallelConfig | None = None, decode: ParallelConfig | Non
     )
     world.connect()
     return world
-
-
-def finals(world: World, room: int = 7) -> dict[str, list[tuple[str, str, int, int]]]:
-    """By prefill rank, (to whom, what, layers) of the final parts that it owes."""
-    names = {segment.index: segment.name for segment in world.inputs.segments}
-    return {
-        name: sorted(
-            (peer, names[key.chunk] if kind is PartKind.STATE else "aux", key.lo, key.hi)
-            for peer, transfer in machine.rooms[room].transfers.items()
-            for kind, key in transfer.finals
-        )
-        for name, machine in world.machines.items()
-        if name in world.prefill_names
-    }
-
-
-def test_state_goes_to_the_rank_that_has_its_layers_and_heads() -> None:
-    world = world_of(ParallelConfig(pp=2, stages=(1, 3)), ParallelConfig(tp=2))
-    for reader in (0, 1):
-        world.receive(7, 2, reader=reader, states=(1, 2, 3), aux=3)
-    world.flush()
-    first = [("conv", 0, 1), ("index", 0, 1), ("ssm", 0, 1)]
-    second = [("aux", 0, 0), ("conv", 1, 2), ("index", 1, 4), ("ssm", 1, 3)]
-    assert finals(world) == {
-        "prefill-0": [(peer, *final) for peer in ("decode-0", "decode-1") for final in first],
-        "prefill-1": [(peer, *final) for peer in ("decode-0", "decode-1") for final in second],
-    }
-    world.send(7, 2, states=(1, 2, 3))
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    world.check_empty()
 
 
 def test_a_room_says_which_components_it_wants() -> None:
@@ -77,8 +47,7 @@ def test_success_waits_for_every_final_part() -> None:
     world = world_of()
     room = world.receive(7, 1, states=(1, 1, 1))
     world.send(7, 1, states=(1, 1, 1))
-    while places := [place for place in world.ready() if world.pool[place].kind != "tag"]:
-        world.happen(world.pool.pop(places[0]))
+    run_until(world, "tag")
     tags = [item.what for item in world.pool if item.kind == "tag"]
     world.pool.clear()
     assert len(tags) == 5
@@ -164,16 +133,6 @@ def test_what_is_not_in_the_readers_pool_is_refused_at_open(opening: dict[str, A
 class TestPrefillOnly:
     """A request that has no decode forward: its pages stay, what follows them moves."""
 
-    def test_no_page_is_sent_and_what_follows_is(self) -> None:
-        world = world_of(ParallelConfig(tp=2))
-        room = world.receive(7, 3, states=(1, 1, 1), prefill_only=True)
-        world.send(7, 3, states=(1, 1, 1))
-        world.settle(ticks=1)
-        assert room.state is RoomState.SUCCESS
-        assert not sum(world.paths.values())
-        assert room.aux_written == 1
-        world.check_empty()
-
     def test_the_decode_side_need_not_know_how_long_the_prompt_is(self) -> None:
         world = world_of()
         room = world.receive(7, 0, prefill_only=True)
@@ -197,8 +156,7 @@ def test_an_acknowledged_state_does_not_stand_for_a_part_of_the_same_key() -> No
     world = world_of(shape=shape, chunk_pages=1)
     world.receive(7, 2, states=(1,))
     world.send(7, 2, states=(1,))
-    while places := [place for place in world.ready() if world.pool[place].kind != "tag"]:
-        world.happen(world.pool.pop(places[0]))
+    run_until(world, "tag")
     world.pool.clear()
     key = PartKey(0, 1, 0, 2)
     transfer = world.p().state.transfers["decode-0", 7, 1000]

@@ -9,7 +9,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.plan import keeper
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from tests.support.protocol.moments import give, messages_to, said, silence
+from tests.support.protocol.moments import connected, give, messages_to, said, silence
 from tests.support.protocol.simulation import SECOND, World, direct
 
 KEPT_BY_1 = next(room for room in range(99) if keeper(World(decode=ParallelConfig(tp=2)).inputs, room, 0) == 1)
@@ -23,8 +23,7 @@ def deliver(world: World, *without: tuple[str, str]) -> None:
 
 def received(*, drained: bool) -> World:
     """Room 7 is received by the only decode rank, which has said so and closed; no write was seen to complete."""
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(choose=direct)
     world.receive(7, 4)
     world.send(7, 4)
     deliver(world, ("event", "prefill-0"))
@@ -59,8 +58,7 @@ def test_a_room_that_a_decode_rank_had_received_before_it_closed_succeeds(end: s
 
 
 def test_a_decode_rank_that_closes_costs_no_other_decode_rank_a_room_that_it_had_received() -> None:
-    world = World(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
     for reader in (0, 1):
         world.receive(KEPT_BY_1, 4, reader=reader, nonce=1000 + reader)
     world.flush()
@@ -75,8 +73,7 @@ def test_a_decode_rank_that_closes_costs_no_other_decode_rank_a_room_that_it_had
 
 
 def test_a_decode_rank_that_closes_without_a_room_fails_it_on_all_ranks() -> None:
-    world = World(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
     for reader in (0, 1):
         world.receive(KEPT_BY_1, 4, reader=reader, nonce=1000 + reader)
     world.flush()
@@ -89,8 +86,7 @@ class TestUnanswered:
     """Rooms whose end an agent must not take with it."""
 
     def test_a_success_until_the_prefill_rank_has_acknowledged_it(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-        world.connect()
+        world = connected(choose=direct)
         world.receive(7, 4)
         world.send(7, 4)
         assert world.d().unanswered() == []
@@ -101,8 +97,7 @@ class TestUnanswered:
         assert world.d().unanswered() == []
 
     def test_a_failure_until_it_is_acknowledged_or_drained_for(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-        world.connect()
+        world = connected(choose=direct)
         for room in (7, 8):
             world.receive(room, 4, nonce=room)
         world.flush()
@@ -113,8 +108,7 @@ class TestUnanswered:
         assert (world.d().unanswered(), world.p().unanswered()) == ([], [])
 
     def test_a_kept_room_until_every_other_decode_rank_has_it(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
-        world.connect()
+        world = connected(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
         for reader in (0, 1):
             world.receive(KEPT_BY_1, 4, reader=reader, nonce=1000 + reader)
         world.send(KEPT_BY_1, 4)
@@ -125,8 +119,7 @@ class TestUnanswered:
         assert world.d(1).unanswered() == []
 
     def test_nothing_of_a_peer_that_is_silent_or_gone(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-        world.connect()
+        world = connected(choose=direct)
         world.receive(7, 4)
         world.flush()
         world.paused.add("prefill-0")

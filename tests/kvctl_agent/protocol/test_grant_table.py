@@ -12,8 +12,8 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.machine import Tombstones
 from kvctl_agent.protocol.ring import GrantTable, Position, RegionState, Ring
 from kvctl_agent.protocol.tag import PartKey, PartKind, RoomKey, Tag
-from tests.support.protocol.moments import asked, compute, give, granted, part, said
-from tests.support.protocol.simulation import SECOND, UNIT, World, direct
+from tests.support.protocol.moments import asked, compute, connected, give, granted, part, pass_time, said
+from tests.support.protocol.simulation import SECOND, UNIT, direct
 
 ROOM = RoomKey("prefill-0", 7, 1)
 
@@ -75,16 +75,6 @@ def test_a_request_for_a_room_that_is_over_is_answered_so_that_nobody_waits() ->
     assert (answer.room, answer.code) == (99, "KV_ROOM_UNKNOWN")
 
 
-def test_no_grants_while_the_room_has_failed() -> None:
-    world = asked(1)
-    (request,) = said(world, "decode-0")
-    world.feed("decode-0", ev.AbortRoom(7, "enough"))
-    said(world, "prefill-0")
-    give(world, request, to="decode-0", by="prefill-0")
-    assert said(world, "prefill-0") == []
-    assert len(world.d().state.grant_table) == 0
-
-
 def test_the_watermark_is_told_to_those_whose_grants_it_opens() -> None:
     table = GrantTable(2 * UNIT)
     keys = [PartKey(0, 0, 0, 2), PartKey(0, 1, 0, 2), PartKey(1, 0, 0, 2)]
@@ -138,9 +128,7 @@ def test_a_revoke_of_a_part_that_was_handed_on_is_too_late() -> None:
 def test_nothing_is_revoked_while_nobody_waits() -> None:
     world = asked(2, ring=8)
     world.flush()
-    for _ in range(30):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 30)
     assert world.counts["StagingRevoke"] == 0
 
 
@@ -185,8 +173,7 @@ def test_a_grant_outside_the_ring_is_not_written() -> None:
 
 def test_with_the_direct_path_no_ring_is_asked_for() -> None:
     """With staging off the plain path runs: features cost nothing when unused."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), choose=direct)
     world.receive(7, 4)
     world.send(7, 4)
     world.settle()

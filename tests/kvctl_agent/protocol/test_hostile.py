@@ -18,6 +18,7 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.prefill.admission import MAX_CHUNKS
 from kvctl_agent.protocol.tag import TAG_BYTES, PartKey, PartKind, Tag
+from tests.support.protocol.moments import connected
 from tests.support.protocol.simulation import UNIT, World
 
 # Numbers that are right, nearly right, and at every edge of a field.
@@ -180,8 +181,7 @@ def test_a_prefill_rank_may_say_anything(frames: list[bytes], seed: int) -> None
 
 
 def test_tags_of_another_writer_are_not_believed_from_this_one() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(tp=2))
     world.receive(7, 2, aux=-1)
     world.flush()
     tag = Tag(PartKind.KV, world.d().local.incarnation, 7, 1000, 0, PartKey(1, 0, 0, 2)).pack()
@@ -192,8 +192,7 @@ def test_tags_of_another_writer_are_not_believed_from_this_one() -> None:
 
 
 def test_a_mismatch_at_open_names_the_factor() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     inputs = world.inputs.to_wire() | {"chunk_pages": 64}
     world.feed(
         "prefill-0",
@@ -243,8 +242,7 @@ def test_items_that_cannot_be_are_refused(states: list[bytes], text: str) -> Non
 )
 def test_pages_of_groups_that_cannot_be_are_refused(groups: list[bytes], tokens: int, text: str) -> None:
     shape = ModelShape(2, 2, 4, 4, 2, groups=(KVGroup("swa", ModelShape(1, 2, 4, 4, 2), (0,), 2),))
-    world = World(ParallelConfig(), ParallelConfig(), shape=shape, chunk_pages=2, num_pages=1 << 16)
-    world.connect()
+    world = connected(shape=shape, chunk_pages=2, num_pages=1 << 16)
     inputs = world.inputs.to_wire()
     to = world.p().local.incarnation
     opening = msg.RoomOpen(7, 1, b"", 0, 0, inputs, to=to, groups=groups, tokens=tokens)

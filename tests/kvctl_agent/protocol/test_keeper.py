@@ -11,7 +11,7 @@ from kvctl_agent.layout.plan import keeper
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from tests.support.protocol.moments import give, messages_to, run_until, said, silence
+from tests.support.protocol.moments import connected, give, messages_to, pass_time, run_until, said, silence
 from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
 
 KEPT_BY_0 = next(room for room in range(99) if keeper(World(decode=ParallelConfig(tp=2)).inputs, room, 0) == 0)
@@ -19,8 +19,7 @@ KEPT_BY_0 = next(room for room in range(99) if keeper(World(decode=ParallelConfi
 
 def opening() -> World:
     """Room `KEPT_BY_0` passes between two prefill and two decode ranks; no message about it is delivered yet."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
     for reader in (0, 1):
         world.receive(KEPT_BY_0, 2, reader=reader, nonce=1000 + reader)
     return world
@@ -123,8 +122,7 @@ def test_a_rank_that_only_knows_the_keeper_cannot_accept_the_room_in_the_place_o
 
 @pytest.mark.parametrize("by", [0, 1])
 def test_a_rank_that_must_open_a_room_cannot_keep_it_instead(by: int) -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2))
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ParallelConfig(tp=2))
     give(world, msg.RoomKept(KEPT_BY_0, 5, world.p(by).local.incarnation), to=f"prefill-{by}", by=f"decode-{by}")
     (refusal,) = said(world, f"decode-{by}")
     assert isinstance(refusal, msg.RoomRefused)
@@ -136,8 +134,7 @@ def test_a_rank_that_must_open_a_room_cannot_keep_it_instead(by: int) -> None:
 
 
 def test_a_dp_group_goes_on_without_a_lost_rank_of_another_one() -> None:
-    world = World(ParallelConfig(dp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(dp=2))
     world.kill("prefill-1")
     world.receive(6, 2)
     world.receive(7, 2)
@@ -152,8 +149,7 @@ def test_a_dp_group_goes_on_without_a_lost_rank_of_another_one() -> None:
 
 
 def test_a_prefill_rank_ends_no_room_that_the_keeper_has_not_opened_yet_and_does_not_wait_for_it_before() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ParallelConfig(tp=2), choose=direct)
     world.receive(KEPT_BY_0, 2, reader=1)
     compute(world, 1)
     assert world.rooms["decode-1", KEPT_BY_0, 1000].state is RoomState.SUCCESS
@@ -177,17 +173,6 @@ def test_a_registry_that_names_fewer_ranks_than_these_say_costs_rooms_only(side:
     assert "the registry names 1 of the instance's 2 ranks" in failure["text"]
 
 
-@pytest.mark.parametrize("refusing", [0, 1])
-def test_a_room_that_one_decode_rank_refuses_fails_on_every_prefill_rank(refusing: int) -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2))
-    world.connect()
-    world.receive(KEPT_BY_0, 0, reader=refusing, aux=-1, refusal="no pages")
-    world.send(KEPT_BY_0, 2)
-    world.settle()
-    assert {state for (name, _), state in world.sent.items()} == {RoomState.FAILED}
-    assert causes(world) == {(f"decode-{refusing}", "ABORTED")}
-
-
 # ---- success -------------------------------------------------------------------------------------------------------
 
 
@@ -197,9 +182,7 @@ def test_no_prefill_rank_succeeds_before_all_decode_ranks_have_the_room() -> Non
     assert states(world)["decode-0"] is RoomState.SUCCESS, "the keeper's engine may start"
     assert world.sent["prefill-0", KEPT_BY_0] is RoomState.TRANSFERRING
     assert ("prefill-0", KEPT_BY_0) in world.sent_released, "the engine's pages are free"
-    for _ in range(5):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 5)
     assert world.sent["prefill-0", KEPT_BY_0] is RoomState.TRANSFERRING, "and no resend changes that"
     compute(world, 1)
     assert set(states(world).values()) == {RoomState.SUCCESS}
@@ -323,16 +306,3 @@ def test_a_silent_decode_rank_is_named_by_the_rank_that_writes_to_it() -> None:
 
 
 # ---- recall --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recalling", [0, 1])
-def test_a_decode_rank_may_recall_its_pages_and_open_the_room_again(recalling: int) -> None:
-    world = opened()
-    world.feed(f"decode-{recalling}", ev.Recall(KEPT_BY_0, 1))
-    world.flush()
-    world.receive(KEPT_BY_0, 2, reader=recalling, nonce=2000)
-    compute(world, 0, 1)
-    latest = {room.reader: room.state for room in world.rooms.values()}
-    assert set(latest.values()) | set(world.sent.values()) == {RoomState.SUCCESS}
-    world.settle()
-    world.check_empty()

@@ -7,6 +7,7 @@ import numpy as np
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
+from tests.support.protocol.moments import connected, pass_time
 from tests.support.protocol.simulation import TIMING, World, direct
 
 SECOND = 1_000_000_000
@@ -14,8 +15,7 @@ SECOND = 1_000_000_000
 
 def launched(*, forwards: int = 1, stages: int = 1, early_send: bool = True) -> World:
     """Rooms 7 and 8 of two pages are open, and forwards of room 7 run."""
-    world = World(ParallelConfig(pp=stages), ParallelConfig(), choose=direct, early_send=early_send)
-    world.connect()
+    world = connected(ParallelConfig(pp=stages), choose=direct, early_send=early_send)
     for room in (7, 8):
         world.receive(room, 2)
     world.flush()
@@ -33,9 +33,7 @@ def done(first: int, count: int, *, last: bool, event: bool = True) -> ev.SendPa
 
 def test_a_forward_that_does_not_end_is_what_the_room_was_stuck_for() -> None:
     world = launched()
-    for _ in range(TIMING.waiting_ns // SECOND - 1):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, TIMING.waiting_ns // SECOND - 1)
     world.now_ns += 2 * SECOND
     world.feed("prefill-0", ev.Tick())  # it looks first; decode would have been stuck for the pages
     failure = world.p().rooms[7].failure
@@ -62,8 +60,7 @@ def test_pages_that_an_early_stage_holds_back_are_counted_once() -> None:
 
 
 def test_the_first_forward_began_when_it_was_told() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(choose=direct)
     world.receive(7, 2)
     world.flush()
     world.feed("prefill-0", ev.SendRoom(7))

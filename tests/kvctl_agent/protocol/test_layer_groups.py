@@ -16,6 +16,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.tag import PartKind
+from tests.support.protocol.moments import connected, run_until
 from tests.support.protocol.simulation import World, direct
 
 DEEP = ModelShape(4, 2, 32, 32, 2)
@@ -128,8 +129,7 @@ def test_chunks_with_groups_and_without_follow_each_other() -> None:
 
 
 def test_groups_computed_before_a_decode_rank_opens_go_when_it_does() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), shape=DEEP, choose=direct)
-    world.connect()
+    world = connected(shape=DEEP, choose=direct)
     world.feed("prefill-0", ev.SendRoom(7))
     compute(world, 0, 4, (0, 2), last=True)
     compute(world, 0, 4, (2, 3), last=True)
@@ -226,16 +226,6 @@ def test_one_group_or_finish_may_say_that_these_were_the_last_pages(says_so: tup
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
 
-def test_finish_before_all_groups_fails_and_says_what_is_behind() -> None:
-    world = opened()
-    world.feed("prefill-0", ev.Prefetch(7, HALVES))
-    compute(world, 0, 4, (0, 2), last=True)
-    finish(world)
-    assert failure(world) == "room 7: layers 0-3 do not stand at one page: 0-1 at page 4, 2-3 at page 0"
-    world.settle()
-    world.check_empty()
-
-
 def test_an_engine_that_stops_between_groups_is_told_so_at_the_deadline() -> None:
     world = opened()
     compute(world, 0, 4, (0, 2), last=True)
@@ -248,12 +238,10 @@ def test_an_engine_that_stops_between_groups_is_told_so_at_the_deadline() -> Non
 
 
 def test_final_parts_are_queued_only_after_every_group_of_every_chunk() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), shape=DEEP, choose=direct, chunk_pages=1)
-    world.connect()
+    world = connected(shape=DEEP, choose=direct, chunk_pages=1)
     world.receive(7, 3)
     world.send(7, 3, groups=[1])
-    while places := [place for place in world.ready() if world.pool[place].kind != "begin"]:
-        world.happen(world.pool.pop(places[0]))
+    run_until(world, "begin")
     kinds = [item.what.order.kind for item in world.pool]
     assert kinds == [PartKind.KV] * 12 + [PartKind.AUX]
 
@@ -262,8 +250,7 @@ def test_without_groups_a_room_costs_no_message_more() -> None:
     """With pipelining off the plain path runs: features cost nothing when unused."""
     counts = []
     for groups in ([], [4]):
-        world = World(ParallelConfig(), ParallelConfig(), shape=DEEP, ring=64)
-        world.connect()
+        world = connected(shape=DEEP, ring=64)
         world.receive(7, 4)
         world.send(7, 4, groups=groups)
         world.settle()

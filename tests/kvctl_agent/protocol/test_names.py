@@ -10,6 +10,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
+from tests.support.protocol.moments import connected
 from tests.support.protocol.simulation import SECOND, TIMING, World
 
 VERSION = msg.PROTOCOL_VERSION
@@ -25,12 +26,6 @@ def hello(world: World) -> msg.Hello:
 def answers(world: World, event: ev.Event) -> list[ev.Send]:
     actions = world.p().handle(event, world.now_ns)
     return [action for action in actions if isinstance(action, ev.Send)]
-
-
-def connected() -> World:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
-    return world
 
 
 def test_a_second_process_under_the_name_of_one_that_is_well_is_refused_and_told_why() -> None:

@@ -15,7 +15,7 @@ from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.ring import RegionState
 from tests.support.folded import folded
 from tests.support.protocol.invariants import Broken
-from tests.support.protocol.moments import asked, compute, granted, pass_time, run_until
+from tests.support.protocol.moments import asked, compute, connected, granted, pass_time, run_until
 from tests.support.protocol.scenarios import open_and_compute
 from tests.support.protocol.simulation import SECOND, TIMING, Instance, World, direct, mixed
 
@@ -41,8 +41,7 @@ def serial(world: World) -> int:
 
 def begun() -> World:
     """One room of one part, whose write has begun and not completed."""
-    world = World(ParallelConfig(), ParallelConfig(), ring=4, chunk_pages=1)
-    world.connect()
+    world = connected(ring=4, chunk_pages=1)
     world.receive(7, 1)
     world.flush()
     world.send(7, 1)
@@ -58,9 +57,7 @@ def lost(*, dead: bool) -> World:
         world.kill("prefill-0", proven=False)
     else:
         world.paused.add("prefill-0")
-    for _ in range(20):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 20)
     (allocation,) = world.d().state.grant_table.allocations()
     assert allocation.state is RegionState.QUARANTINED
     return world
@@ -128,8 +125,7 @@ class TestReleaseOfAnAllocation:
     @pytest.mark.parametrize("force", [False, True])
     def test_one_that_pins_the_ring_lets_others_past(self, force: bool) -> None:
         """Its writer has stopped before it wrote, is not suspected yet, and will go on one day."""
-        world = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())], ring=4, chunk_pages=1)
-        world.connect()
+        world = connected(others=[Instance(ParallelConfig())], ring=4, chunk_pages=1)
         first = world.receive(7, 1)
         world.flush()
         world.feed("prefill-0", ev.SendRoom(7))
@@ -300,8 +296,7 @@ def test_no_byte_has_two_owners_whenever_an_operator_meddles(seed: int) -> None:
 
 class TestDrain:
     def test_what_is_open_ends_and_what_is_new_is_refused_at_once(self) -> None:
-        world = World(ParallelConfig(tp=2), ParallelConfig(), chunk_pages=1)
-        world.connect()
+        world = connected(ParallelConfig(tp=2), chunk_pages=1)
         first = world.receive(7, 1)
         world.flush()
         for rank in (0, 1):
@@ -324,8 +319,7 @@ class TestDrain:
         assert third.state is RoomState.SUCCESS
 
     def test_a_room_that_its_engine_has_begun_is_not_new(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig(), chunk_pages=1)
-        world.connect()
+        world = connected(chunk_pages=1)
         world.send(7, 1)
         world.flush()
         world.feed("prefill-0", ev.Drain(True))
@@ -365,8 +359,7 @@ class TestRetime:
 
 
 def test_a_number_that_was_refused_while_draining_is_taken_after_it() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(choose=direct)
     world.feed("prefill-0", ev.Drain(True))
     for _ in range(2):
         world.receive(7, 4)

@@ -17,7 +17,7 @@ from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import Peer, PeerState, plan_with_peer
 from kvctl_agent.protocol.prefill.admission import MAX_PEERS
 from tests.support.folded import folded
-from tests.support.protocol.moments import in_flight, silence
+from tests.support.protocol.moments import connected, in_flight, pass_time, silence
 from tests.support.protocol.simulation import MS, SECOND, SHAPE, TIMING, World, direct, registry
 
 VERSION = msg.PROTOCOL_VERSION
@@ -85,8 +85,7 @@ class TestStates:
 
 
 def test_final_parts_wait_for_the_lease_too() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     room = world.receive(7, 3, prefix=3)
     world.flush()
     world.now_ns += TIMING.lease_ns + MS
@@ -100,8 +99,7 @@ def test_final_parts_wait_for_the_lease_too() -> None:
 
 def test_a_parked_part_goes_on_when_a_hello_is_what_renews_the_lease() -> None:
     """Found by a random history: decode, which suspected us, says Hello before anything else."""
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(choose=direct)
     room = world.receive(7, 2)
     world.flush()
     world.now_ns += TIMING.lease_ns + MS
@@ -132,8 +130,7 @@ def test_ranks_that_stood_still_together_lose_nobody() -> None:
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("claimed", [True, False])
 def test_time_in_which_a_rank_could_not_run_counts_for_no_deadline_of_a_room(claimed: bool, opened: bool) -> None:
-    world = World(ParallelConfig(), ParallelConfig(tp=1 if opened else 2))
-    world.connect()
+    world = connected(ParallelConfig(), ParallelConfig(tp=1 if opened else 2))
     world.receive(7, 2)
     if claimed:
         world.feed("prefill-0", ev.SendRoom(7))
@@ -151,9 +148,7 @@ def test_time_in_which_a_rank_could_not_run_counts_for_no_deadline_of_a_room(cla
 def test_a_tag_of_a_quarantined_region_ends_its_quarantine() -> None:
     world = in_flight()
     world.paused.add("prefill-0")
-    for _ in range(20):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 20)
     held = world.d().state.grant_table.quarantined_bytes
     assert held
     complete = next(item for item in world.pool if item.kind == "complete" and item.to == "prefill-0")
@@ -167,8 +162,7 @@ def test_a_tag_of_a_quarantined_region_ends_its_quarantine() -> None:
 
 
 def test_a_rank_that_gave_rooms_up_is_asked_about_them_until_it_answers() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     room = world.receive(7, 2)
     world.flush()
     world.p().peers["decode-0"].heard_ns -= TIMING.lost_ns
@@ -189,8 +183,7 @@ def test_a_rank_that_gave_rooms_up_is_asked_about_them_until_it_answers() -> Non
 
 
 def test_a_restart_that_nobody_proves_is_found_out_by_a_hello_to_the_suspect() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.restart("prefill-0", proven=False)
     start = world.now_ns
     while world.d().peers["prefill-0"].incarnation != world.p().local.incarnation:
@@ -206,9 +199,7 @@ def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
     answer = msg.HelloAck(VERSION, world.p().local.peer_info(), world.d().local.incarnation)
     first = world.p().local.incarnation
     world.restart("prefill-0", proven=False)
-    for _ in range(6):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 6)
     second = world.p().local.incarnation
     world.feed("decode-0", ev.Received("prefill-0", first, answer))
     assert world.d().peers["prefill-0"].incarnation == second
@@ -313,8 +304,7 @@ def test_a_mismatch_is_refused_at_hello_and_names_the_factor(changes: dict[str, 
 
 
 def test_a_refused_rank_fails_the_rooms_of_its_own_dp_group_only() -> None:
-    world = World(ParallelConfig(dp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(dp=2))
     successor = msg.HelloAck(VERSION, world.p(1).local.peer_info(), world.d().local.incarnation, ["dtype fp8 ≠ bf16"])
     world.machines.pop("prefill-1")
     world.feed("decode-0", ev.PeerDead("prefill-1", world.d().peers["prefill-1"].incarnation, "its process has ended"))
@@ -379,17 +369,6 @@ def test_a_prefill_rank_that_cannot_work_is_refused_by_decode(changes: dict[str,
     assert text in room.failure["text"]
 
 
-def test_heads_that_a_draft_or_a_state_has_too_few_of_are_named() -> None:
-    shape = replace(HEADS_8, states=(StateShape("ssm", (0,), 1, 3, 8),))
-    world = World(ParallelConfig(), ParallelConfig(), shape=shape)
-    who = msgspec.structs.replace(world.d().local.peer_info(), sizes=[1, 1, 1, 2])
-    world.pool.clear()
-    world.feed("prefill-0", ev.Received("decode-0", 77, msg.Hello(VERSION, who)))
-    answer = codec.decode(world.pool[0].what)[1][0]
-    assert isinstance(answer, msg.HelloAck)
-    assert "decode tp=2 (ssm): 3 KV heads cannot be laid out over tp 2: 3 % 2 = 1" in answer.differences[0]
-
-
 def test_a_decode_rank_uses_the_chunk_grid_of_each_prefill_instance() -> None:
     world = mismatched(chunk_pages=64)
     world.flush()
@@ -418,16 +397,12 @@ def test_a_refused_peer_is_asked_again_so_that_its_restart_is_seen() -> None:
     world.flush()
     assert world.d().peers["prefill-0"].state is PeerState.REFUSED
     before = folded(world.d().telemetry).recorder.since(None, 100)["next"]
-    for _ in range(10):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 10)
     assert folded(world.d().telemetry).recorder.since(None, 100)["next"] == before, "the same refusal is noted once"
     for name in world.prefill_names:
         world.shape = ModelShape(3, 2, 32, 32, 2)
         world.restart(name, proven=False)
-    for _ in range(5):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 5)
     assert world.d().missing_peers == []
 
 
@@ -466,8 +441,7 @@ def test_a_rank_that_does_not_fit_the_roster_waits_for_the_registry_to_agree() -
 
 def test_a_life_that_was_never_met_is_no_end_of_a_later_one() -> None:
     """Its answer was on its way for long; to take it for a return would free what the living one may still write."""
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     peer, me = world.d().peers["prefill-0"], world.d().local.incarnation
     world.restart("prefill-0")
     world.settle(ticks=5, until=lambda: peer.usable)
@@ -491,8 +465,7 @@ def test_a_registry_that_never_agrees_is_named_at_the_deadline() -> None:
 
 
 def test_peers_that_nobody_needs_do_not_grow_without_bound() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     who = world.d().local.peer_info()
     for number in range(MAX_PEERS + 10):
         world.feed("prefill-0", ev.Received(f"stranger-{number}", 500, msg.Hello(9, who)))

@@ -11,12 +11,10 @@ import pytest
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.layout.shape import ModelShape
-from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
-from tests.support.protocol.moments import pass_time
-from tests.support.protocol.simulation import SECOND, TIMING, Instance, World, direct, registry
+from tests.support.protocol.moments import connected, pass_time
+from tests.support.protocol.simulation import SECOND, TIMING, Instance, World, registry
 
 DEEP = ModelShape(4, 2, 32, 32, 2)
 
@@ -24,16 +22,7 @@ DEEP = ModelShape(4, 2, 32, 32, 2)
 def two(other: Instance | None = None, **options: object) -> World:
     """Instance 0 of two tp ranks and one more; rooms 7 are of the first and 8 of the other."""
     second = other or Instance(ParallelConfig(pp=2, stages=(1, 3)))
-    world = World(ParallelConfig(tp=2), ParallelConfig(), others=[second], **{"shape": DEEP, **options})  # type: ignore[arg-type]
-    world.connect()
-    return world
-
-
-def test_a_room_is_opened_at_the_ranks_of_its_own_instance() -> None:
-    world = two()
-    world.receive(8, 2, instance=1)
-    opened = {item.to for item in world.pool if isinstance(codec.decode(item.what)[1][0], msg.RoomOpen)}
-    assert opened == {"p1-prefill-0", "p1-prefill-1"}
+    return connected(ParallelConfig(tp=2), others=[second], **{"shape": DEEP, **options})
 
 
 def test_an_instance_is_asked_for_once_when_the_first_room_wants_it() -> None:
@@ -62,15 +51,6 @@ def test_an_instance_that_never_answers_fails_its_own_rooms_and_is_named() -> No
     world.send(9, 2)
     world.flush()
     assert later.state is RoomState.SUCCESS
-
-
-def test_an_instance_of_which_a_rank_is_missing_names_it() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(), others=[Instance(ParallelConfig(tp=2))])
-    world.paused.add("p1-prefill-1")
-    world.flush()
-    room = world.receive(8, 2, instance=1)
-    pass_time(world, TIMING.bootstrap_ns // SECOND + 3)
-    assert "not accepted by p1-prefill-1" in room.failure["text"]
 
 
 @pytest.mark.parametrize("proven", [True, False])
@@ -138,8 +118,7 @@ def test_a_name_is_free_again_when_the_rank_that_had_it_is_lost() -> None:
 
 def test_a_rank_that_has_moved_to_another_registry_is_followed() -> None:
     """Its old instance is gone: the name is free."""
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.kill("prefill-0")
     world.feed("decode-0", ev.RosterKnown("elsewhere:1", ("prefill-0",)))
     assert (world.d().roster("registry-0"), world.d().roster("elsewhere:1")) == ((), ("prefill-0",))
@@ -188,8 +167,7 @@ def test_ranks_of_one_instance_must_agree_with_each_other() -> None:
 
 def test_an_instance_that_starts_anew_with_another_layout_fails_no_room_that_waits_for_it() -> None:
     """Its first rank says hello while the earlier life of the second has not been found out yet."""
-    world = World(ParallelConfig(cp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(cp=2))
     for name in world.prefill_names:
         if name == "prefill-1":
             world.flush()  # the new prefill-0 is heard beside the old prefill-1
@@ -200,22 +178,7 @@ def test_an_instance_that_starts_anew_with_another_layout_fails_no_room_that_wai
         world.instances = (replace(place, cp_mode="all"),)
         world._start(name)
         world.tick(SECOND)
-    for _ in range(3):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 3)
     world.send(7, 2)
     world.settle()
     assert room.state is RoomState.SUCCESS
-
-
-def test_a_restarted_decode_rank_learns_of_all_instances_again() -> None:
-    world = two(choose=direct)
-    world.restart("decode-0")
-    world.flush()
-    assert world.d().missing_peers == []
-    for number, room in enumerate((7, 8)):
-        world.receive(room, 3, instance=number)
-        world.send(room, 3, instance=number)
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    assert world.d().roster(registry(1))

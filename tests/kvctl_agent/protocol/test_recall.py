@@ -12,7 +12,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.prefill.send_room import PartState
-from tests.support.protocol.moments import messages_to, said
+from tests.support.protocol.moments import connected, messages_to, said
 from tests.support.protocol.simulation import PAGE_SIZE, SECOND, TIMING, Item, World, direct, mixed, registry, staged
 
 P0, D = "prefill-0", "decode-0"
@@ -88,42 +88,6 @@ def test_parts_queued_are_dropped_and_parts_in_transfer_finish() -> None:
     assert world.paths["slice"] == 3  # one of the two was ordered twice
 
 
-def test_nothing_is_queued_before_the_recall_has_ended() -> None:
-    world = small(choose=direct)
-    world.receive(7, 2)
-    world.send(7, 2)
-    happen(world, "message", "engine")
-    first = begin(world)[0]
-    world.pool.remove(first)
-    world.happen(first)  # which is in flight until the test ends it; the others are dropped
-    calls = world.recall(7)
-    happen(world, "begin", "event")
-    go_on(world, calls)
-    happen(world, "engine")
-    assert begin(world) == []
-    assert world.p().rooms[7].recalling
-    happen(world, "complete", "event")
-    assert world.recalls[P0, 7] == 1
-    assert [item.what.order.aux_row >= 0 for item in begin(world)] == [True], "the part, with the aux row"
-    world.settle()
-    assert succeeded(world)
-
-
-def test_a_second_recall_before_the_first_has_ended() -> None:
-    world = small(choose=direct)
-    world.receive(7, 2)
-    world.send(7, 2)
-    happen(world, "message", "engine")
-    go_on(world, world.recall(7))
-    happen(world, "engine")
-    calls = world.recall(7, serial=2)
-    world.flush()
-    assert world.recalls[P0, 7] == 2
-    go_on(world, calls)
-    world.settle()
-    assert succeeded(world)
-
-
 def test_grants_and_credits_are_given_back_so_that_another_room_passes() -> None:
     world = small(ring=2)
     for room in (7, 8):
@@ -156,20 +120,6 @@ def test_a_recall_of_a_room_that_is_sent_needs_no_pages_again() -> None:
     assert succeeded(world)
     world.feed(P0, ev.Recall(7, 9))  # of a room that has ended
     assert world.recalls.get((P0, 7)) in (None, 1)
-
-
-def test_a_failure_during_a_recall_releases_the_pages() -> None:
-    world = small(choose=direct)
-    world.receive(7, 2)
-    world.send(7, 2)
-    happen(world, "message", "engine")
-    world.recall(7)
-    world.feed(D, ev.AbortRoom(7, "enough"))
-    world.settle()
-    assert world.sent[P0, 7] is RoomState.FAILED
-    assert (P0, 7) in world.sent_released
-    assert (P0, 7) not in world.recalls
-    world.check_empty()
 
 
 # ---- decode -------------------------------------------------------------------------------------------------------
@@ -219,22 +169,6 @@ def test_a_room_that_failed_before_the_recall_arrived_is_refused_when_it_is_open
     world.check_empty()
 
 
-def test_the_prefill_room_waits_with_its_computed_pages() -> None:
-    world = small(choose=direct)
-    first = world.receive(7, 2)
-    world.send(7, 2)
-    happen(world, "message", "engine")
-    world.feed(D, ev.Recall(7))
-    world.settle(until=lambda: first.released)
-    assert (P0, 7) not in world.sent_released
-    assert world.sent[P0, 7] is RoomState.TRANSFERRING
-    assert not world.p().rooms[7].opened
-    second = world.receive(7, 2)
-    world.settle()
-    assert second.state is RoomState.SUCCESS
-    world.check_empty()
-
-
 def test_parts_that_a_recall_by_decode_has_dropped_are_not_planned_again() -> None:
     """Their grants end with the transfer, which RoomDrained says once for all."""
     world = small(ring=8)
@@ -257,8 +191,7 @@ def test_parts_that_a_recall_by_decode_has_dropped_are_not_planned_again() -> No
 
 
 def test_one_of_two_decode_ranks_recalls_and_the_other_is_not_affected() -> None:
-    world = World(ParallelConfig(tp=1), ParallelConfig(tp=2), chunk_pages=1, choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(tp=1), ParallelConfig(tp=2), chunk_pages=1, choose=direct)
     first = world.receive(7, 2)
     other = world.receive(7, 2, reader=1)
     world.send(7, 2)

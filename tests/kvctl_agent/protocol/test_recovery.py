@@ -6,13 +6,12 @@ import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.layout.plan import keeper
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from tests.support.folded import folded
-from tests.support.protocol.moments import in_flight, run_until, said, silence, under_way
+from tests.support.protocol.moments import connected, in_flight, run_until, said, silence, under_way
 from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
 
 
@@ -51,31 +50,12 @@ def test_a_suspect_is_shown_and_is_given_nothing_that_would_let_it_write() -> No
     assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
 
 
-def test_half_the_time_to_suspicion_ends_the_lease_for_every_kind_of_part() -> None:
-    """The oracle complains of an order to a peer that was not heard in time; here nothing may be ordered at all."""
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
-    world.receive(7, 2)
-    world.flush()
-    world.paused.add("decode-0")
-    world.tick(TIMING.lease_ns + 1)
-    world.send(7, 2)
-    world.flush()
-    assert world.p().peers["decode-0"].state is PeerState.READY, "the lease ends long before the suspicion begins"
-    assert not world.paths
-    assert len(world.p().parked()) == 1
-    world.paused.clear()
-    world.settle(ticks=3)
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
-
-
 # ---- lost ----------------------------------------------------------------------------------------------------------
 
 
 def room_of_four() -> World:
     """Room 7 passes between two prefill and two decode ranks, and has not been computed."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(tp=2))
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ParallelConfig(tp=2))
     for reader in (0, 1):
         world.receive(7, 3, reader=reader, nonce=1000 + reader)
     world.flush()
@@ -110,22 +90,6 @@ def test_the_loss_of_any_rank_fails_its_room_on_all_others_with_its_name_and_lif
     world.paused.clear()
     world.settle()
     world.check_empty()
-
-
-def test_the_first_cause_wins_over_a_loss_that_comes_later() -> None:
-    world = room_of_four()
-    assert keeper(world.inputs, 7, 0) == 0
-    world.paused.add("decode-1")  # so that the room stays with the rank that writes to it until it is gone
-    world.feed("prefill-1", ev.AbortRoom(7, "the client went away"))
-    world.flush()
-    assert len(world.p(1).rooms) == 1
-    world.paused.clear()
-    world.kill("decode-1")
-    world.settle()
-    told = [world.sent_failures[name, 7] for name in world.prefill_names] + [world.rooms["decode-0", 7, 1000].failure]
-    assert {(cause["rank"], cause["code"], cause["text"]) for cause in told} == {
-        ("prefill-1", "ABORTED", "the client went away")
-    }
 
 
 # ---- quarantine ----------------------------------------------------------------------------------------------------
@@ -177,8 +141,7 @@ def test_a_writer_keeps_the_pages_it_sends_from_until_its_engine_lets_go_of_a_lo
 
 @pytest.mark.parametrize("ended", ["success", "failed"])
 def test_a_late_opening_meets_a_tombstone_for_as_long_as_an_opening_may_take(ended: str) -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.receive(7, 2)
     opening = next(item for item in world.pool if item.kind == "message" and item.to == "prefill-0")
     world.send(7, 2)
@@ -231,8 +194,7 @@ def test_a_rank_that_was_stopped_serves_again_without_a_restart(stopped: str, se
 
 def test_what_the_transport_knew_of_the_old_life_goes_before_the_new_one_is_connected() -> None:
     """`remove_remote_agent` first: an engine that knows both would write into the dead one's memory."""
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.kill("decode-0", proven=False)
     pass_time(world, TIMING.suspect_ns)
     world._start("decode-0")
@@ -243,35 +205,12 @@ def test_what_the_transport_knew_of_the_old_life_goes_before_the_new_one_is_conn
     assert order == [ev.DropPeer, ev.ConnectPeer]
 
 
-def test_a_rank_that_restarts_again_and_again_is_met_each_time_and_costs_only_its_own_rooms() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(dp=2))
-    world.connect()
-    for life in range(8):
-        own, other = 100 + 2 * life + 1, 100 + 2 * life
-        world.receive(own, 3, reader=1)
-        neighbour = world.receive(other, 3, reader=0)
-        world.flush()
-        world.send(other, 3)
-        world.restart("decode-1", proven=bool(life % 2))
-        world.settle(ticks=10)
-        assert neighbour.state is RoomState.SUCCESS
-        room = world.receive(own, 3, reader=1)
-        world.send(own, 3)
-        world.settle(ticks=5)
-        assert room.state is RoomState.SUCCESS
-        world.rooms.clear()
-        world.sent.clear()
-        world.sent_released.clear()
-    world.check_empty()
-
-
 # ---- a room that comes too late ------------------------------------------------------------------------------------
 
 
 def test_a_room_for_an_instance_of_which_a_rank_is_lost_fails_soon_and_says_who() -> None:
     """The rank's next life will not have heard of the room from its engine: nobody may wait for that."""
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(tp=2))
     world.kill("prefill-1")
     late = world.receive(7, 2)
     pass_time(world, TIMING.suspect_ns // 2)
@@ -286,8 +225,7 @@ def test_a_room_for_an_instance_of_which_a_rank_is_lost_fails_soon_and_says_who(
 @pytest.mark.parametrize("progress", ["answers", "registers", "missing"])
 def test_a_room_waits_while_the_registry_of_its_instance_is_filled_anew(progress: str) -> None:
     """It was opened for the endpoint of an instance that has ended and starts again, one rank after the other."""
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(tp=2))
     for name in world.prefill_names:
         world.kill(name)
     room = world.receive(7, 2)

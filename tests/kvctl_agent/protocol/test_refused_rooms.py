@@ -8,6 +8,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.decode.rooms import RecvRooms
+from tests.support.protocol.moments import connected, pass_time
 from tests.support.protocol.simulation import SECOND, Instance, World, registry
 
 WHY = "the client went away"
@@ -28,9 +29,7 @@ def check(world: World, instance: int = 0) -> None:
 
 @pytest.fixture
 def world() -> World:
-    made = World(ParallelConfig(tp=2), ParallelConfig(tp=2))
-    made.connect()
-    return made
+    return connected(ParallelConfig(tp=2), ParallelConfig(tp=2))
 
 
 @pytest.mark.parametrize("claimed", ["before", "after", "long after"])
@@ -133,10 +132,8 @@ class TestAbortedBeforeItIsOpened:
         world.receive(7, 3, instance=1)
         world.flush()
         self.abort(world)
-        for _ in range(120):
-            world.tick(SECOND)
-            world.flush()
-            assert world.d().state.unopened.keys() == {7}
+        pass_time(world, 120)
+        assert world.d().state.unopened.keys() == {7}
         world.tick(SECOND)
         assert not world.d().state.unopened
         assert not world.d().rooms
@@ -197,8 +194,7 @@ class TestAbortedBeforeItIsOpened:
 @pytest.mark.parametrize("opened", ["before", "after"])
 def test_a_room_that_its_engine_declines_fails_on_decode_and_its_number_serves_again(opened: str) -> None:
     """The engine has got the request elsewhere, and never calls `send` here."""
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     if opened == "after":
         world.feed("prefill-0", ev.DeclineRoom(7, WHY))
     room = world.receive(7, 3)
@@ -248,8 +244,7 @@ def test_a_room_that_the_engine_has_begun_here_is_not_declined(world: World) -> 
 
 
 def test_a_declined_room_that_decode_has_aborted_is_over_for_the_engine() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     room = world.receive(7, 3)
     world.flush()
     world.feed("decode-0", ev.AbortRoom(7, "aborted"))

@@ -6,12 +6,11 @@ import msgspec
 import pytest
 
 from kvctl_agent.contract.states import RoomState
-from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
-from tests.support.protocol.moments import in_flight, silence
+from tests.support.protocol.moments import connected, in_flight, pass_time, silence
 from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
 
 VERSION = msg.PROTOCOL_VERSION
@@ -26,9 +25,7 @@ def test_a_new_incarnation_proves_nothing_about_the_one_before(choose: object, g
     if given_up:
         silence(world, "prefill-0", 20)
     world.restart("prefill-0", proven=False)
-    for _ in range(20):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 20)
     decode = world.d()
     peer = decode.peers["prefill-0"]
     assert peer.state is PeerState.READY
@@ -160,8 +157,7 @@ def test_a_writer_that_has_given_its_reader_up_answers_what_is_in_flight_all_the
 
 
 def test_the_incarnation_that_the_registry_names_replaces_one_that_is_well() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     decode, first = world.d(), world.p().local
     later = first.incarnation - 1 or 99
     world.pool.clear()

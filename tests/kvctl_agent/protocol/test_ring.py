@@ -103,17 +103,6 @@ def test_the_sequence_grows_with_each_move_of_the_watermark_and_only_then() -> N
     assert log.sequence == 2
 
 
-def test_a_serial_is_never_used_again() -> None:
-    log = ring(1)
-    seen: set[int] = set()
-    for _ in range(20):
-        serial = log.allocate(UNIT).serial
-        assert serial not in seen
-        assert serial > 0, "0 stands for no grant"
-        seen.add(serial)
-        log.free(serial)
-
-
 ASIDE = 9
 steps = st.lists(st.one_of(st.integers(1, 4), st.integers(-6, -1), st.just(ASIDE)), max_size=60)
 
@@ -228,11 +217,3 @@ def test_old_and_malformed_news_change_nothing(watermark: list[int]) -> None:
     gate.hear([3, 0, 7], 0)
     assert not gate.hear(watermark, 1)
     assert (gate.position, gate.sequence, gate.heard_ns) == ((3, 0), 7, 0)
-
-
-def test_every_sequence_of_a_ring_moves_the_gate_forward() -> None:
-    ring, gate = Ring(3 * ALIGNMENT), RingGate()
-    live = [ring.allocate(ALIGNMENT) for _ in range(8)]
-    for region in live:
-        ring.free(region.serial)
-        assert gate.hear([*ring.watermark, ring.sequence], 0)

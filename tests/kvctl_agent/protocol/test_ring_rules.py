@@ -9,8 +9,8 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.ring import Position, RegionState
-from tests.support.protocol.moments import asked, compute, dropped, give, granted, part, said
-from tests.support.protocol.simulation import UNIT, World
+from tests.support.protocol.moments import asked, compute, connected, dropped, give, granted, part, said
+from tests.support.protocol.simulation import UNIT
 
 
 class TestSerials:
@@ -81,8 +81,7 @@ class TestIncarnations:
     """Grants and watermarks carry the decode incarnation."""
 
     def test_an_old_watermark_opens_no_new_grants_and_masks_no_new_watermark(self) -> None:
-        world = World(ParallelConfig(), ParallelConfig())
-        world.connect()
+        world = connected()
         old = world.d().local.incarnation
         world.feed("prefill-0", ev.Received("decode-0", old, msg.Watermark(9, 512, 99)))
         assert world.p().peers["decode-0"].gate.position == Position(9, 512)
@@ -126,8 +125,7 @@ class TestParkedParts:
 
     def test_writers_with_different_queue_orders_do_not_lock_each_other_out(self) -> None:
         """Each would wait with one room's part in its only worker for the ring bytes of the other's."""
-        world = World(ParallelConfig(tp=2), ParallelConfig(), ring=2, chunk_pages=1)
-        world.connect()
+        world = connected(ParallelConfig(tp=2), ring=2, chunk_pages=1)
         for room in (7, 8):
             world.receive(room, 3)
         world.flush()

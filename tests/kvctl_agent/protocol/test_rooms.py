@@ -15,69 +15,13 @@ from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
-from tests.support.protocol.moments import messages_to
+from tests.support.protocol.moments import connected, run_until
 from tests.support.protocol.oracle import PAGE_SIZE
-from tests.support.protocol.simulation import SECOND, Item, World, direct, staged
-
-LAYOUTS = [
-    (ParallelConfig(), ParallelConfig()),
-    (ParallelConfig(tp=2), ParallelConfig()),
-    (ParallelConfig(), ParallelConfig(tp=2)),
-    (ParallelConfig(tp=4), ParallelConfig(dp=4)),
-    (ParallelConfig(tp=4), ParallelConfig(tp=2)),
-    (ParallelConfig(dp=2, tp=2), ParallelConfig(dp=2)),
-]
-
-
-@pytest.mark.parametrize("choose", [staged, direct])
-@pytest.mark.parametrize(("prefill", "decode"), LAYOUTS)
-def test_a_room_succeeds_between_any_two_layouts(
-    prefill: ParallelConfig, decode: ParallelConfig, choose: object
-) -> None:
-    world = World(prefill, decode, ring=4, choose=choose)  # type: ignore[arg-type]
-    world.connect()
-    for dp in range(decode.dp):
-        room = 7 + dp * prefill.dp
-        for tp in range(decode.tp):
-            world.receive(room, 5, reader=dp * decode.tp + tp)
-        world.send(room, 5)
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    assert set(world.sent.values()) == {RoomState.SUCCESS}
-    assert world.now_ns == SECOND, "nothing waited for a resend"
-    world.check_empty()
-
-
-def test_prefill_waits_for_input_only_when_all_expected_decode_ranks_have_opened() -> None:
-    world = World(ParallelConfig(), ParallelConfig(tp=2))
-    world.connect()
-    world.receive(7, 2, reader=0)
-    world.send(7, 2)
-    world.flush()
-    assert world.sent["prefill-0", 7] is RoomState.BOOTSTRAPPING
-    world.receive(7, 2, reader=1)
-    world.settle()
-    assert world.sent["prefill-0", 7] is RoomState.SUCCESS
-
-
-def test_decode_does_not_succeed_before_every_rank_has_accepted() -> None:
-    """A rank that owes nothing and never heard of the room could not be told how it ended."""
-    world = World(ParallelConfig(tp=4), ParallelConfig())
-    world.connect()
-    world.receive(7, 2)
-    idle = next(name for rank, name in enumerate(world.prefill_names) if rank not in {s.writer for s in world.owed(7)})
-    lost = messages_to(world, idle, msg.RoomOpen)
-    world.pool.remove(lost[0])
-    world.send(7, 2)
-    world.flush()
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.BOOTSTRAPPING
-    world.settle()
-    assert set(world.sent.values()) == {RoomState.SUCCESS}
+from tests.support.protocol.simulation import Item, World, direct
 
 
 def test_what_an_engine_computed_for_a_failed_room_does_not_go_into_the_next_one_of_that_number() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(choose=direct)
     world.receive(7, 2)
     world.flush()
     world.feed("prefill-0", ev.SendRoom(7))
@@ -92,8 +36,7 @@ def test_what_an_engine_computed_for_a_failed_room_does_not_go_into_the_next_one
 
 @pytest.mark.parametrize("claimed_first", [True, False])
 def test_prefill_learns_the_shortest_prefix_once_every_decode_rank_has_opened_the_room(claimed_first: bool) -> None:
-    world = World(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
     if claimed_first:
         world.feed("prefill-0", ev.SendRoom(7))
         assert world.prefixes["prefill-0", 7] is None
@@ -110,8 +53,7 @@ def test_prefill_learns_the_shortest_prefix_once_every_decode_rank_has_opened_th
 
 def test_any_thread_may_ask_for_the_prefix_while_a_room_is_opened_or_recalled() -> None:
     """The control thread changes one field after the other."""
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(choose=direct)
     world.receive(7, 5, prefix=3)
     world.flush()
     room = world.p().rooms[7]
@@ -121,8 +63,7 @@ def test_any_thread_may_ask_for_the_prefix_while_a_room_is_opened_or_recalled() 
 
 
 def test_only_a_room_that_the_prefill_engine_has_claimed_is_sent() -> None:
-    world = World(ParallelConfig(), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(choose=direct)
     world.receive(7, 5)
     world.flush()
     assert not world.p().sends(7)
@@ -134,8 +75,7 @@ def test_only_a_room_that_the_prefill_engine_has_claimed_is_sent() -> None:
 
 
 def test_prefill_learns_the_prefix_of_a_room_that_has_ended_before_send() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.receive(7, 3, prefix=3, aux=-1)
     world.flush()
     world.feed("prefill-0", ev.SendRoom(7))
@@ -145,8 +85,7 @@ def test_prefill_learns_the_prefix_of_a_room_that_has_ended_before_send() -> Non
 
 def test_every_message_twice_and_every_tag_twice_change_nothing() -> None:
     """A duplicate, late, reordered or malformed message changes nothing but a counter."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=3)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ring=3)
     world.receive(7, 5)
     world.receive(8, 5)
     world.send(7, 5)
@@ -168,8 +107,7 @@ def test_every_message_twice_and_every_tag_twice_change_nothing() -> None:
 
 
 def test_a_room_number_is_used_once_at_a_time() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.receive(7, 2)
     with pytest.raises(LocalProtocolError, match="room 7 is open already"):
         world.receive(7, 2, nonce=5)
@@ -192,8 +130,7 @@ def test_a_room_number_fits_64_bits(number: int) -> None:
 
 def test_a_second_opening_of_an_active_number_is_refused() -> None:
     """By another dp rank: their bytes must not mix."""
-    world = World(ParallelConfig(), ParallelConfig(dp=2))
-    world.connect()
+    world = connected(ParallelConfig(), ParallelConfig(dp=2))
     world.receive(7, 2, reader=0)
     world.flush()
     other = world.receive(7, 2, reader=1)
@@ -207,8 +144,7 @@ def test_a_second_opening_of_an_active_number_is_refused() -> None:
 
 
 def test_a_rank_that_owes_nothing_learns_how_a_room_ended_even_if_it_was_thought_lost() -> None:
-    world = World(ParallelConfig(tp=4), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(tp=4))
     world.receive(7, 2)
     idle = next(name for rank, name in enumerate(world.prefill_names) if rank not in {s.writer for s in world.owed(7)})
     world.flush()
@@ -224,8 +160,7 @@ def test_a_rank_that_owes_nothing_learns_how_a_room_ended_even_if_it_was_thought
 
 
 def test_tags_that_fit_nothing_change_only_a_counter() -> None:
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.receive(7, 2, aux=-1)
     world.flush()
     here = world.d().local.incarnation
@@ -247,15 +182,13 @@ def test_tags_that_fit_nothing_change_only_a_counter() -> None:
 
 def test_a_number_used_again_before_its_writer_is_done_with_it_is_taken_a_little_later() -> None:
     """The decode side has every byte and is done; the writer has not been told yet that its write has ended."""
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     world.receive(7, 2)
     world.flush()
     world.send(7, 2)
 
     def flush_without_events() -> None:
-        while places := [place for place in world.ready() if world.pool[place].kind != "event"]:
-            world.happen(world.pool.pop(places[0]))
+        run_until(world, "event")
 
     flush_without_events()
     assert 7 not in world.d().rooms
@@ -272,8 +205,7 @@ def test_a_number_used_again_before_its_writer_is_done_with_it_is_taken_a_little
 
 
 def test_a_number_can_be_used_again_before_the_writers_have_acknowledged_how_its_last_life_ended() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
+    world = connected(ParallelConfig(tp=2))
     for life in range(3):
         room = world.receive(7, 2)
         world.sent.clear()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from kvctl_agent.contract.states import RoomState
@@ -11,6 +9,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol.ring import RegionState
 from tests.support.folded import folded
+from tests.support.protocol.moments import connected
 from tests.support.protocol.simulation import SECOND, UNIT, Instance, Item, World
 
 SILENT = "prefill-0"
@@ -18,9 +17,7 @@ SILENT = "prefill-0"
 
 def world(ring: int = 4) -> World:
     """Two prefill instances of one rank each; a page is two units of the ring."""
-    made = World(ParallelConfig(), ParallelConfig(), others=[Instance(ParallelConfig())], ring=ring, chunk_pages=1)
-    made.connect()
-    return made
+    return connected(others=[Instance(ParallelConfig())], ring=ring, chunk_pages=1)
 
 
 def pass_time(world: World, seconds: float) -> None:
@@ -135,28 +132,5 @@ def test_a_failed_room_whose_writer_never_drains_is_counted_and_said_on_both_end
     assert sum("is still held: not drained by prefill-0" in text for text in said["decode-0"]) == 1
     assert sum("still held: writes in flight: 1 to decode-0" in text for text in said[SILENT]) == 1
     made.pool.append(stuck)
-    made.settle()
-    made.check_empty()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_silences_of_either_instance(seed: int) -> None:
-    dice = random.Random(seed)
-    made = world(ring=dice.choice([4, 5, 6]))
-    names = [*made.names_of(0), *made.names_of(1)]
-    for turn in range(8):
-        for number in range(3):
-            room, instance = 100 + 10 * turn + number, dice.randrange(2)
-            if all(made.d().peers[name].usable for name in names):
-                made.receive(room, dice.randint(1, 3), instance=instance)
-                made.stir(dice, 20)
-                pages = list(made.rooms.values())[-1].opening.total_pages
-                made.send(room, pages, instance=instance)
-        made.stir(dice, dice.randrange(60), loss=0.05, copies=0.05)
-        made.paused = set(dice.sample(names, dice.randrange(3)))
-        for _ in range(dice.randrange(25)):
-            made.tick(SECOND)
-            made.stir(dice, 20, loss=0.05)
-    made.paused.clear()
     made.settle()
     made.check_empty()

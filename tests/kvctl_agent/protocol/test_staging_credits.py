@@ -11,6 +11,7 @@ from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.prefill.staging_credits import writer_quota
+from tests.support.protocol.moments import connected
 from tests.support.protocol.simulation import World
 
 ROOMS = range(7, 17)
@@ -28,8 +29,7 @@ def test_a_share_is_the_ring_by_the_ranks_that_write_to_it_for_one_room() -> Non
 
 def busy(writers: int, ring: int) -> World:
     """Ten rooms, a unit of each from every writer, opened and asked for before any forward is done."""
-    world = World(ParallelConfig(tp=writers), ParallelConfig(), ring=ring, chunk_pages=1)
-    world.connect()
+    world = connected(ParallelConfig(tp=writers), ring=ring, chunk_pages=1)
     for room in ROOMS:
         world.receive(room, 1, aux=-1)
     world.flush()
@@ -84,8 +84,7 @@ def test_an_abort_gives_back_what_was_asked_for() -> None:
 
 def test_what_is_computed_does_not_wait_for_the_forward_of_a_large_room_that_asked_ahead() -> None:
     """That forward may never come: its pages may be those that are to be freed by what is computed."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=4, chunk_pages=1)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ring=4, chunk_pages=1)
     world.receive(7, 8, aux=-1)  # eight units of each writer, twice the ring
     world.receive(8, 1, aux=-1)
     world.flush()
@@ -98,8 +97,7 @@ def test_what_is_computed_does_not_wait_for_the_forward_of_a_large_room_that_ask
 
 
 def test_what_is_computed_does_not_wait_for_the_rest_of_a_room_of_which_one_chunk_is() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=4, chunk_pages=1)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ring=4, chunk_pages=1)
     world.receive(7, 8, aux=-1)
     world.receive(8, 1, aux=-1)
     world.flush()
@@ -123,8 +121,7 @@ def test_a_room_whose_end_is_told_by_finish_alone_has_its_turn() -> None:
 
 
 def test_it_goes_on_however_much_was_asked_for_ahead() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=4, chunk_pages=1)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ring=4, chunk_pages=1)
     world.receive(7, 8, aux=-1)
     for room in (8, 9, 10):
         world.receive(room, 1, aux=-1)

@@ -11,6 +11,7 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from tests.support.folded import folded
+from tests.support.protocol.moments import connected
 from tests.support.protocol.simulation import TIMING, World, direct
 
 SECOND = 1_000_000_000
@@ -77,8 +78,7 @@ def test_also_on_a_rank_that_owes_nothing() -> None:
 
 
 def test_also_where_decode_opens_it_last() -> None:
-    world = World(ParallelConfig(tp=2), ParallelConfig(), choose=direct)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), choose=direct)
     for name in world.prefill_names:
         world.feed(name, ev.SendRoom(ROOM))
         world.source.update({(name, page): (ROOM, page) for page in range(3)})

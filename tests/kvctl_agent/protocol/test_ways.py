@@ -7,7 +7,6 @@ in a simulated world with its oracle; failures that involve a thread or a socket
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,22 +16,14 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from kvctl_agent.protocol.tag import Tag
-from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.folded import folded
-from tests.support.protocol.moments import (
-    asked,
-    compute,
-    run_until,
-    tags_dropped,
-)
-from tests.support.protocol.simulation import SECOND, TIMING, UNIT, World, direct
+from tests.support.protocol.moments import asked, compute, connected, pass_time, run_until
+from tests.support.protocol.simulation import SECOND, TIMING, UNIT, World
 
 
 def held_up() -> World:
     """Room 8 is computed and gated: room 7 holds the ring, and its engine is not done."""
-    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
-    world.connect()
+    world = connected(ring=2, chunk_pages=1)
     for room in (7, 8):
         world.receive(room, 1, aux=-1)
     world.flush()
@@ -63,8 +54,7 @@ def test_an_aborted_rooms_allocation_pins_the_watermark(by: str) -> None:
 
 def test_head_left_mid_ring_with_nothing_live() -> None:
     """After a quiet hour the next large prompt hung, though the staging page showed an empty ring."""
-    world = World(ParallelConfig(), ParallelConfig(), ring=6, chunk_pages=3)
-    world.connect()
+    world = connected(ring=6, chunk_pages=3)
     for number, pages in enumerate([2, 3, 2, 3]):  # two units each: no two rooms fit one round
         room = world.receive(10 + number, pages, aux=-1)
         world.send(10 + number, pages)
@@ -86,16 +76,13 @@ def test_a_late_subscriber_never_hears_the_watermark() -> None:
         if item.kind != "message" or not isinstance(codec.decode(item.what)[1][0], msg.Watermark):
             world.happen(item)
     assert len(world.p().parked()) == 2, "the only Watermark message was lost"
-    for _ in range(3):
-        world.tick(SECOND)
-        world.flush()
+    pass_time(world, 3)
     assert world.p().parked() == []
 
 
 def test_a_restarted_subscriber_never_hears_the_watermark() -> None:
     """A prefill rank that had been restarted stayed gated while its neighbours went on."""
-    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
-    world.connect()
+    world = connected(ring=2, chunk_pages=1)
     for room in (7, 8):
         world.receive(room, 3)
         world.send(room, 3)
@@ -110,34 +97,6 @@ def test_a_restarted_subscriber_never_hears_the_watermark() -> None:
     world.flush()
     assert opened.state is RoomState.SUCCESS
     assert world.now_ns == before, "the grants themselves told it where the watermark is"
-
-
-@pytest.mark.parametrize("loss", ["request", "grants", "accepted", "done", "ack", "tag"])
-def test_a_request_or_answer_lost_on_reconnect(loss: str) -> None:
-    """A network blip of a second, and a handful of rooms that never ended."""
-    lost_type = {
-        "request": msg.StagingRequest,
-        "grants": msg.StagingGrants,
-        "accepted": msg.RoomAccepted,
-        "done": msg.RoomDone,
-        "ack": msg.Ack,
-    }.get(loss)
-    world = World(ParallelConfig(tp=2), ParallelConfig())
-    world.connect()
-    world.receive(7, 4)
-    world.send(7, 4)
-    lost = 0
-    while places := world.ready():
-        item = world.pool.pop(places[0])
-        kind = type(codec.decode(item.what)[1][0]) if item.kind == "message" else None
-        if (item.kind == "tag" and loss == "tag") or (kind is not None and kind is lost_type):
-            lost += 1
-            continue
-        world.happen(item)
-    assert lost
-    world.settle(ticks=10)
-    assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
-    world.check_empty()
 
 
 def test_a_cycle_through_memory_held_by_rooms_that_wait_for_the_watermark() -> None:
@@ -158,74 +117,12 @@ def test_a_cycle_through_memory_held_by_rooms_that_wait_for_the_watermark() -> N
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
 
-@pytest.mark.parametrize("by", ["prefill-0", "decode-0"])
-def test_reuse_under_an_in_flight_write(by: str) -> None:
-    """Wrong tokens, seldom and only after aborts: the last write of the aborted room landed in another one's bytes."""
-    world = World(ParallelConfig(), ParallelConfig(), ring=2, chunk_pages=1)
-    world.connect()
-    room = world.receive(7, 2)
-    world.send(7, 2)
-    while not world.flying:
-        world.happen(world.pool.pop(world.ready()[0]))
-    world.feed(by, ev.AbortRoom(7, "enough"))
-    other = world.receive(8, 2)
-    world.send(8, 2)
-    run_until(world, "complete")
-    (write,) = world.flying
-    assert write.order.room == 7, "room 8 wants the same ring bytes and waits"
-    assert room.state is RoomState.FAILED
-    assert not room.released
-    assert ("prefill-0", 7) not in world.sent_released
-    world.settle(ticks=3)
-    assert room.released
-    assert other.state is RoomState.SUCCESS
-    world.check_empty()
-
-
 # ---- what has arrived ----------------------------------------------------------------------------------------------
-
-
-def three_tags() -> tuple[World, Any, list[bytes]]:
-    """A room of three chunks that have all landed, and their tags, which nobody has been told."""
-    world = World(ParallelConfig(), ParallelConfig(), chunk_pages=1, choose=direct)
-    world.connect()
-    room = world.receive(7, 3, aux=-1)
-    world.send(7, 3)
-    run_until(world, "tag")
-    tags = [item.what for item in world.pool if item.kind == "tag"]
-    world.pool = [item for item in world.pool if item.kind != "tag"]
-    return world, room, tags
-
-
-def test_arrivals_counted_instead_of_collected() -> None:
-    """A tag that was told twice made up for one that was still missing."""
-    world, room, (first, second, last) = three_tags()
-    for tag in (last, last, last, first, first):
-        world.feed("decode-0", ev.Arrived(Tag.unpack(tag), 1))
-    assert room.state is RoomState.TRANSFERRING
-    assert tags_dropped(world, "duplicate") == 3
-    world.feed("decode-0", ev.Arrived(Tag.unpack(second), 1))
-    assert room.state is RoomState.SUCCESS
-
-
-@pytest.mark.parametrize(("prefix", "split"), [(3, ()), (0, (3,)), (1, (2, 1)), (3, (3,))])
-def test_a_zero_page_last_chunk_skipped_takes_aux_with_it(prefix: int, split: tuple[int, ...]) -> None:
-    """Prompts that ended on a chunk's edge, or were cached as a whole, waited for their first token for ever."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(), chunk_pages=1)
-    world.connect()
-    room = world.receive(7, 3, prefix=prefix, aux=5)
-    world.send(7, 3, split=split)  # what `split` leaves of the three pages is the last chunk
-    world.flush()
-    assert room.state is RoomState.SUCCESS
-    assert room.aux_written == 1
-    world.settle()
-    world.check_empty()
 
 
 def test_success_with_a_scatter_still_out_and_no_deadline_on_that_state() -> None:
     """Decodes read pages that were still being filled; and where the scatter died, the room stayed open for ever."""
-    world = World(ParallelConfig(), ParallelConfig())
-    world.connect()
+    world = connected()
     room = world.receive(7, 2)
     world.send(7, 2)
     run_until(world, "scatter")
@@ -245,8 +142,7 @@ def test_success_with_a_scatter_still_out_and_no_deadline_on_that_state() -> Non
 
 def test_a_silent_fall_back_to_a_path_a_thousand_times_slower() -> None:
     """Throughput fell to a trickle after a change of chunk size, and nothing in any log said why."""
-    world = World(ParallelConfig(), ParallelConfig(), ring=3, chunk_pages=2)
-    world.connect()
+    world = connected(ring=3, chunk_pages=2)
     room = world.receive(7, 3)
     world.send(7, 3)
     world.settle()
@@ -262,38 +158,6 @@ def test_a_silent_fall_back_to_a_path_a_thousand_times_slower() -> None:
 
 
 # ---- threads and sockets -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def telemetry() -> Telemetry:
-    return Telemetry("here", "prefill")
-
-
-@pytest.mark.parametrize("where", ["handling a message", "carrying out an action"])
-def test_an_exception_that_kills_a_control_thread(make_fleet: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """One odd request, a traceback in the log, and every later room of that rank hung in Bootstrapping."""
-    fleet = make_fleet(prefill=(1, 1)).start()
-    decode, bugs = fleet.decode[0], iter([KeyError("a bug")])
-
-    def once(real: Any) -> Any:
-        def call(*args: Any) -> Any:
-            for bug in bugs:
-                raise bug
-            return real(*args)
-
-        return call
-
-    if where == "handling a message":
-        table = decode.parts.machine._messages
-        monkeypatch.setitem(table, msg.RoomAccepted, once(table[msg.RoomAccepted]))
-    else:
-        table = decode.parts.control.executors
-        monkeypatch.setitem(table, ev.StateChanged, once(table[ev.StateChanged]))
-    for number in range(1, 4):
-        fleet.run(number, 4)
-    fleet.check()
-    assert next(bugs, None) is None, "it was raised"
-    assert any("KeyError: 'a bug'" in text for text in fleet.errors())
 
 
 # ---- all ranks, all rooms ------------------------------------------------------------------------------------------
@@ -354,8 +218,7 @@ def test_per_room_sets_that_only_grow() -> None:
             world.flush()
         return [things(machine.state) for machine in world.machines.values()]
 
-    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=3, chunk_pages=1)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ring=3, chunk_pages=1)
     after_few = lives(world, range(100, 110))
     after_many = lives(world, range(110, 210))
     assert after_many == after_few

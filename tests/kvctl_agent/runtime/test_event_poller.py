@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -362,59 +361,6 @@ class TestWrongCalls:
         send.finish()
         until(lambda: forwards.waiting == 0)
         assert posted == []
-
-
-def test_many_rooms_in_any_order(forwards: EventPoller, device: HostDevice) -> None:
-    """Engines in several threads, events that come in any order, rooms that end meanwhile, numbers that come again."""
-    dice = random.Random(4)
-    mailbox: list[tuple[Send, ev.Event]] = []
-    lock = threading.Lock()
-    pending: list[HostEvent] = []
-    made: list[tuple[Send, list[int], bool]] = []
-
-    def engine(seed: int) -> None:
-        own = random.Random(seed)
-        for number in range(40):
-            sent: list[int] = []
-            send = Send(number, lambda event: None, REGION, BOUNDS, forwards)
-            send._post = lambda event, send=send: mailbox.append((send, event))  # type: ignore[misc]
-            chunks = own.randrange(1, 6)
-            for chunk in range(chunks):
-                event = device.engine_event(slow=NEVER) if own.random() < 0.7 else None
-                if event is not None:
-                    with lock:
-                        pending.append(event)
-                send.pages([chunk], last=chunk == chunks - 1, event=event)
-                sent.append(chunk)
-            send.finish()
-            aborted = own.random() < 0.3
-            if aborted:
-                send.change_state(RoomState.FAILED, None)
-            with lock:
-                made.append((send, sent, aborted))
-            time.sleep(own.random() * 1e-3)
-
-    engines = [threading.Thread(target=engine, args=(seed,)) for seed in range(4)]
-    for thread in engines:
-        thread.start()
-    while any(thread.is_alive() for thread in engines) or pending:
-        with lock:
-            event = pending.pop(dice.randrange(len(pending))) if pending else None
-        if event is None:
-            time.sleep(0.0002)
-        else:
-            end(event)
-    for thread in engines:
-        thread.join()
-    until(lambda: forwards.waiting == 0)
-    for send, sent, aborted in made:
-        said: list[Any] = [event for room, event in mailbox if room is send and not isinstance(event, ev.Launched)]
-        pages = [each.pages.tolist()[0] for each in said if isinstance(each, ev.SendPages)]
-        assert pages == sent[: len(pages)]  # in order, without gaps
-        if not aborted:
-            assert pages == sent
-            assert isinstance(said[-1], ev.Finish)
-            assert len(said) == len(sent) + 1
 
 
 class TestReceive:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -13,10 +15,16 @@ from kvctl_agent.protocol.tag import PartKey
 from tests.support.protocol.simulation import SECOND, Item, World
 
 
+def connected(prefill: ParallelConfig | None = None, decode: ParallelConfig | None = None, **options: Any) -> World:
+    """Returns a world whose agents know each other; by default one prefill and one decode rank."""
+    world = World(prefill or ParallelConfig(), decode or ParallelConfig(), **options)
+    world.connect()
+    return world
+
+
 def asked(pages: int = 2, *, ring: int = 4, prefill: ParallelConfig | None = None) -> World:
     """Returns a world with room 7 opened and prefetched at every writer, and no staging message delivered yet."""
-    world = World(prefill or ParallelConfig(), ParallelConfig(), ring=ring, chunk_pages=1)
-    world.connect()
+    world = connected(prefill, ring=ring, chunk_pages=1)
     world.receive(7, pages, aux=-1)
     world.flush()
     for rank in range(world.prefill.size):
@@ -43,8 +51,7 @@ def granted(world: World) -> msg.StagingGrants:
 
 def under_way(steps: int, *, ring: int = 2) -> World:
     """Returns a world with two rooms and two writers after `steps` steps of their transfers."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(), ring=ring, chunk_pages=1)
-    world.connect()
+    world = connected(ParallelConfig(tp=2), ring=ring, chunk_pages=1)
     for room in (7, 8):
         world.receive(room, 4)
         world.send(room, 4)
@@ -56,8 +63,7 @@ def under_way(steps: int, *, ring: int = 2) -> World:
 
 def in_flight(*, choose: object = None) -> World:
     """Returns a world with one room and a write of prefill-0 that has begun and has not completed."""
-    world = World(ParallelConfig(tp=2), ParallelConfig(), **({"choose": choose} if choose else {}))  # type: ignore[arg-type]
-    world.connect()
+    world = connected(ParallelConfig(tp=2), **({"choose": choose} if choose else {}))
     world.receive(7, 4)
     world.send(7, 4)
     while not [write for write in world.flying if write.writer == "prefill-0"]:
