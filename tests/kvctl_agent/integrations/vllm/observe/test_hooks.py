@@ -98,7 +98,10 @@ def test_pull_at_prefill(engine: Callable[..., Engine]) -> None:
     prefill.agent.notifications = {"decode": [b"p-1:1"]}
     prefill.worker.done = (["p-1"], (), ())
     prefill.step()
-    assert prefill.room()["state"] == "Success"
+    room = prefill.room()
+    assert (room["state"], room["latency_ns"] > 0) == ("Success", True)
+    (detail,) = folded(prefill.tracker.telemetry).rooms.detail(int(room["room"]))
+    assert [event["stage"] for event in detail["timeline"]][-4:] == ["finish", "accept", "read", "sent"]
     prefill.worker._reqs_to_send.clear()
     prefill.worker._reqs_to_process.clear()
     prefill.agent.notifications = {"decode": [b"p-1:1"]}
@@ -160,7 +163,8 @@ def test_pull_at_decode(engine: Callable[..., Engine]) -> None:
     decode.worker.done = ((), ["d-1"], ())
     decode.step()
     room = decode.room()
-    assert (room["state"], room["bytes"], room["paths"]) == ("Success", 4096, {"read": 1})
+    assert (room["state"], room["bytes"], room["parts"], room["paths"]) == ("Success", 4096, 1, {"read": 1})
+    assert (room["request_id"], room["latency_ns"] > 0) == ("d-1", True)
     assert decode.rooms()[0]["room"] == room["room"]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvctl_agent import room_number
-from kvctl_agent.contract.admin import LOCK_SUFFIX
 from kvctl_agent.integrations.vllm.observe.tracker import Posted, Server, Shape, Tracker
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.folded import folded
@@ -37,10 +36,6 @@ def row(tracker: Tracker, transfer: str = "p-1") -> Any:
     """What an observer makes of a room's records."""
     (found,) = folded(tracker.telemetry).rooms.detail(room_number(transfer))
     return found
-
-
-def stages(tracker: Tracker) -> list[str]:
-    return [event["stage"] for event in row(tracker)["timeline"]]
 
 
 def counter(tracker: Tracker, name: str, *labels: str) -> float:
@@ -74,29 +69,6 @@ class TestDecode:
         assert len(seen._engines) == len(seen.peers) == 4096
         assert seen._engines["engine-4999"].port == 4999
 
-    def test_a_room_from_its_arrival_to_success(self) -> None:
-        seen = tracker("decode")
-        apply(seen, *READ[:3])
-        before = row(seen)
-        assert (before["state"], before["peers"], before["pages"], before["tokens"]) == (
-            "Bootstrapping",
-            [NAME],
-            4,
-            100,
-        )
-        apply(seen, *READ[3:])
-        assert row(seen)["state"] == "Transferring"
-        assert seen.rooms["d-1"].owing == [NAME]
-        apply(
-            seen,
-            (Tracker.moved, 9 * MS, posted(6 * MS), 4 * BLOCK, 2 * MS),
-            (Tracker.received, 10 * MS, "d-1", False),
-        )
-        room = row(seen)
-        assert (room["state"], room["bytes"], room["parts"], room["paths"]) == ("Success", 4 * BLOCK, 1, {"read": 1})
-        assert (room["latency_ns"], room["request_id"]) == (9 * MS, "d-1")
-        assert not seen.rooms
-
     def test_a_handshake_that_fails_is_the_cause_of_the_rooms_that_wait(self) -> None:
         seen = tracker("decode")
         apply(seen, *READ[:3])
@@ -129,17 +101,6 @@ class TestDecode:
         apply(seen, (Tracker.moved, 11 * MS, posted(6 * MS), BLOCK, MS), (Tracker.received, 12 * MS, "d-1", False))
         assert row(seen)["bytes"] == 0
 
-    def test_a_prompt_that_is_cached_is_a_success_without_bytes(self) -> None:
-        seen = tracker("decode")
-        apply(seen, READ[0], (Tracker.ended, 3 * MS, "d-1", False))
-        assert (row(seen)["state"], row(seen)["bytes"]) == ("Success", 0)
-
-    def test_the_write_of_a_prefill_worker_has_all_that_the_request_waited_for(self) -> None:
-        seen = tracker("decode")
-        apply(seen, *READ[:4], (Tracker.written, 8 * MS, "d-1", "agent", 1), (Tracker.received, 9 * MS, "d-1", False))
-        room = row(seen)
-        assert (room["state"], room["bytes"], room["paths"]) == ("Success", 4 * BLOCK, {"write": 1})
-
     def test_two_requests_of_one_transfer_are_one_room(self) -> None:
         seen = tracker("decode")
         apply(seen, READ[0], (Tracker.arrived, 2 * MS, "decode", "d-2", "p-1", 100))
@@ -151,17 +112,6 @@ HELD = ((Tracker.arrived, 1 * MS, "prefill", "p-1", "p-1", 100), (Tracker.held, 
 
 
 class TestPrefill:
-    def test_a_room_that_decode_reads(self, tmp_path: Path) -> None:
-        (tmp_path / f"decode-tp0@b:1{LOCK_SUFFIX}").write_text("17\nagent\n")
-        seen = tracker("prefill", tmp_path)
-        apply(seen, *HELD)
-        assert (row(seen)["state"], row(seen)["pages"], row(seen)["peers"]) == ("Bootstrapping", 4, [])
-        apply(seen, (Tracker.claimed, 9 * MS, "p-1", "agent"), (Tracker.claimed, 14 * MS, "p-1", "agent"))
-        assert (row(seen)["state"], row(seen)["peers"]) == ("WaitingForInput", ["decode-tp0@b:1"])
-        apply(seen, (Tracker.read, 20 * MS, "p-1", "agent", 1), (Tracker.released, 20 * MS, "p-1"))
-        assert (row(seen)["state"], row(seen)["latency_ns"]) == ("Success", 16 * MS)
-        assert stages(seen)[-5:] == ["finish", "accept", "renew", "read", "sent"]
-
     @pytest.mark.parametrize(
         ("before", "end"),
         [
@@ -180,30 +130,6 @@ class TestPrefill:
         failure = row(seen)["failure"]
         assert failure["code"] == "KV_HOLD_EXPIRED"
         assert failure["text"] == f"the lease of its 4 blocks ended before they were {end}"
-
-    def test_a_transfer_after_that_is_counted(self) -> None:
-        seen = tracker("prefill")
-        apply(seen, *HELD, (Tracker.released, 31_000 * MS, "p-1"), (Tracker.late, 32_000 * MS, "p-1", "agent"))
-        assert counter(seen, "kvctl_late_reads_total") == 1
-        assert "request p-1 were transferred after they had been freed" in texts(seen)
-
-    @pytest.mark.parametrize("early", [True, False])
-    def test_a_room_that_it_writes(self, early: bool) -> None:
-        seen = tracker("prefill")
-        claim = (Tracker.registered, 2 * MS, "p-1", "agent", DECODE)
-        apply(seen, *((claim, *HELD) if early else (*HELD, claim)))
-        assert (row(seen)["state"], row(seen)["peers"]) == ("WaitingForInput", ["decode-tp0@10.0.0.2:5601"])
-        write = posted(6 * MS, "p-1", "write", "decode")
-        apply(
-            seen,
-            (Tracker.connecting, 4 * MS, "decode", DECODE, (0,)),
-            (Tracker.posted, 6 * MS, write),
-            (Tracker.moved, 9 * MS, write, 4 * BLOCK, 2 * MS),
-            (Tracker.released, 10 * MS, "p-1"),
-        )
-        room = row(seen)
-        assert (room["state"], room["bytes"], room["paths"]) == ("Success", 4 * BLOCK, {"write": 1})
-        assert {event["peer"] for event in room["timeline"] if event["stage"] == "wire"} == {"decode-tp0@10.0.0.2:5601"}
 
     def test_a_write_that_failed_is_the_cause_and_not_its_lease(self) -> None:
         seen = tracker("prefill")
