@@ -11,7 +11,7 @@ from kvctl_agent.layout.plan import keeper
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from tests.support.protocol.moments import connected, give, messages_to, pass_time, run_until, said, silence
+from tests.support.protocol.moments import connected, give, messages_to, run_until, said, silence
 from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
 
 KEPT_BY_0 = next(room for room in range(99) if keeper(World(decode=ParallelConfig(tp=2)).inputs, room, 0) == 0)
@@ -174,20 +174,6 @@ def test_a_registry_that_names_fewer_ranks_than_these_say_costs_rooms_only(side:
 
 
 # ---- success -------------------------------------------------------------------------------------------------------
-
-
-def test_no_prefill_rank_succeeds_before_all_decode_ranks_have_the_room() -> None:
-    world = opened()
-    compute(world, 0)
-    assert states(world)["decode-0"] is RoomState.SUCCESS, "the keeper's engine may start"
-    assert world.sent["prefill-0", KEPT_BY_0] is RoomState.TRANSFERRING
-    assert ("prefill-0", KEPT_BY_0) in world.sent_released, "the engine's pages are free"
-    pass_time(world, 5)
-    assert world.sent["prefill-0", KEPT_BY_0] is RoomState.TRANSFERRING, "and no resend changes that"
-    compute(world, 1)
-    assert set(states(world).values()) == {RoomState.SUCCESS}
-    world.settle()
-    world.check_empty()
 
 
 def test_a_message_about_an_ended_room_is_answered() -> None:

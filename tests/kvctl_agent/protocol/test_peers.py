@@ -84,19 +84,6 @@ class TestStates:
         assert peer.due_heartbeat(171, []) is None
 
 
-def test_final_parts_wait_for_the_lease_too() -> None:
-    world = connected()
-    room = world.receive(7, 3, prefix=3)
-    world.flush()
-    world.now_ns += TIMING.lease_ns + MS
-    world.send(7, 3)
-    world.flush()
-    assert not room.aux_written
-    world.tick(SECOND)
-    world.flush()
-    assert room.state is RoomState.SUCCESS
-
-
 def test_a_parked_part_goes_on_when_a_hello_is_what_renews_the_lease() -> None:
     """Found by a random history: decode, which suspected us, says Hello before anything else."""
     world = connected(choose=direct)

@@ -11,7 +11,6 @@ from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from tests.support.folded import folded
-from tests.support.protocol.moments import connected
 from tests.support.protocol.simulation import TIMING, World, direct
 
 SECOND = 1_000_000_000
@@ -73,18 +72,6 @@ def test_also_on_a_rank_that_owes_nothing() -> None:
     world, room = opened(2, prefix=2)
     assert room.state is RoomState.SUCCESS
     give(world, range(2), last=True)
-    assert ends(world, room) == {RoomState.SUCCESS}
-    world.check_empty()
-
-
-def test_also_where_decode_opens_it_last() -> None:
-    world = connected(ParallelConfig(tp=2), choose=direct)
-    for name in world.prefill_names:
-        world.feed(name, ev.SendRoom(ROOM))
-        world.source.update({(name, page): (ROOM, page) for page in range(3)})
-        give(world, range(3), last=True, name=name)
-    room = world.receive(ROOM, 3, aux=-1)
-    world.settle(ticks=2)
     assert ends(world, room) == {RoomState.SUCCESS}
     world.check_empty()
 
