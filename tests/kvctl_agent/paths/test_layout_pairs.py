@@ -158,6 +158,7 @@ class Copies:
 
     def write(self, peer: str, local: Any, remote: Any, sizes: Any, tag: bytes) -> Copies:
         self.descriptors = len(sizes)
+        assert int(sizes.sum()) == len(self._pair.staged()), "every byte once"
         for array, addrs in ((self._pair.source.raw, local), (self._pair.target.raw, remote)):
             first = array.ctypes.data
             assert first <= addrs.min()
