@@ -79,22 +79,6 @@ class TestDisconnect:
         world.settle()
         assert room.state is RoomState.SUCCESS
 
-    def test_memory_that_a_lost_rank_may_still_write_stays_quarantined(self) -> None:
-        world = connected(ParallelConfig(tp=2))
-        room = world.receive(7, 4)
-        world.flush()
-        world.paused |= {"prefill-0", "prefill-1"}
-        pass_time(world, 20)
-        held = world.d().quarantined_bytes
-        assert held > 0
-        world.feed("decode-0", ev.DisconnectInstance(registry(0)))
-        pass_time(world, 20)
-        assert (world.d().quarantined_bytes, room.released) == (held, False)
-        for name in ("prefill-0", "prefill-1"):
-            world.feed("decode-0", ev.PeerDead(name, world.d().peers[name].incarnation, "process has ended"))
-        pass_time(world, 1)
-        assert (world.d().quarantined_bytes, room.released, world.d().peers) == (0, True, {})
-
     def test_a_lost_rank_that_still_runs_is_asked_to_drain_when_it_answers_again(self) -> None:
         world = connected(ParallelConfig(tp=2))
         room = world.receive(7, 4)

@@ -128,28 +128,6 @@ def test_our_own_wrong_page_list_fails_that_room_here() -> None:
     assert room.state is RoomState.SUCCESS
 
 
-def test_an_abort_before_the_other_side_comes_is_told_when_it_comes() -> None:
-    world = connected()
-    world.send(7, 2)
-    world.flush()
-    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
-    room = world.receive(7, 2)
-    world.settle(ticks=1)
-    assert room.failure["code"] == "ABORTED"
-    assert "enough" in room.failure["text"]
-
-
-def test_prefill_that_comes_after_the_room_has_failed_is_told_so() -> None:
-    world = connected()
-    world.receive(7, 2)
-    world.flush()
-    world.feed("decode-0", ev.AbortRoom(7, "enough"))
-    world.flush()
-    world.send(7, 2)
-    world.settle(ticks=1)
-    assert world.sent_failures["prefill-0", 7]["text"] == "enough"
-
-
 def test_prefill_that_comes_while_a_failed_room_is_not_yet_acknowledged_gets_its_pages_back() -> None:
     world = connected()
     world.receive(7, 2)
@@ -158,15 +136,6 @@ def test_prefill_that_comes_while_a_failed_room_is_not_yet_acknowledged_gets_its
     world.feed("prefill-0", ev.SendRoom(7))
     assert world.sent["prefill-0", 7] is RoomState.FAILED
     assert ("prefill-0", 7) in world.sent_released
-
-
-def test_a_refusal_that_was_lost_is_given_again() -> None:
-    world = connected(num_pages=50)
-    room = world.receive(7, 2, first_page=49)
-    world.happen(world.pool.pop())
-    world.pool.clear()
-    world.settle(ticks=3)
-    assert room.state is RoomState.FAILED
 
 
 class TestDeadlines:

@@ -47,26 +47,6 @@ def test_a_request_for_what_the_plan_does_not_know_changes_only_a_counter() -> N
     assert world.d().telemetry.metrics.total("kvctl_control_dropped_total", "unknown-part") == len(odd)
 
 
-def test_no_two_grants_cover_the_same_layers() -> None:
-    world = asked(1)
-    said(world, "decode-0")
-    for lo, hi in [(0, 2), (0, 1), (1, 2)]:
-        spec = msg.PartSpec(0, lo, hi, UNIT * (hi - lo))
-        give(world, msg.StagingRequest(7, 1000, [spec]), to="decode-0", by="prefill-0")
-    assert [allocation.key[2:] for allocation in world.d().state.grant_table.allocations()] == [(0, 2)]
-
-
-def test_layer_groups_of_one_cell_are_granted_and_landed_one_by_one() -> None:
-    world = asked(1)
-    said(world, "decode-0")
-    specs = [msg.PartSpec(0, 0, 1, UNIT), msg.PartSpec(0, 1, 2, UNIT)]
-    give(world, msg.StagingRequest(7, 1000, specs[:1]), to="decode-0", by="prefill-0")
-    room = world.d().rooms[7]
-    room.land(PartKey(0, 0, 0, 1))
-    give(world, msg.StagingRequest(7, 1000, specs), to="decode-0", by="prefill-0")
-    assert [allocation.key[2:] for allocation in world.d().state.grant_table.allocations()] == [(0, 1), (1, 2)]
-
-
 def test_a_request_for_a_room_that_is_over_is_answered_so_that_nobody_waits() -> None:
     world = asked(1)
     give(world, msg.StagingRequest(99, 5, []), to="decode-0", by="prefill-0")

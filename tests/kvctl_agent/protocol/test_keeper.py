@@ -223,18 +223,6 @@ def test_a_failure_anywhere_reaches_every_rank(failing: str) -> None:
     world.check_empty()
 
 
-@pytest.mark.parametrize("failing", ["decode-1", "prefill-1"])
-def test_a_keeper_that_has_the_room_passes_the_failure_of_another_rank_on(failing: str) -> None:
-    world = opened()
-    compute(world, 0)
-    world.feed(failing, ev.AbortRoom(KEPT_BY_0, "the client went away"))
-    world.settle()
-    assert states(world)["decode-0"] is RoomState.SUCCESS
-    assert {states(world)[name] for name in ("decode-1", "prefill-0")} == {RoomState.FAILED}
-    assert world.sent_failures["prefill-0", KEPT_BY_0]["rank"] == failing
-    world.check_empty()
-
-
 def test_a_late_question_about_a_failure_that_was_passed_on_is_not_answered_by_success() -> None:
     world = opened()
     compute(world, 0)
@@ -260,17 +248,6 @@ def test_a_keeper_finds_out_that_a_rank_has_ended_the_room_in_a_silence() -> Non
     assert states(world)["prefill-0"] is RoomState.FAILED
     assert world.sent_failures["prefill-0", KEPT_BY_0]["rank"] == "prefill-1"
     world.check_empty()
-
-
-@pytest.mark.parametrize("proven", [True, False])
-def test_the_loss_of_a_rank_for_which_the_keeper_waits_ends_the_room(proven: bool) -> None:
-    world = opened()
-    compute(world, 0)
-    world.kill("prefill-1", proven=proven)
-    world.settle(until=lambda: world.sent["prefill-0", KEPT_BY_0].finished)
-    assert states(world)["prefill-0"] is RoomState.FAILED
-    assert world.sent_failures["prefill-0", KEPT_BY_0]["code"] == "KV_PEER_LOST"
-    assert world.now_ns <= SECOND + 2 * TIMING.lost_ns
 
 
 def test_the_loss_of_a_rank_that_has_sent_everything_harms_no_other() -> None:

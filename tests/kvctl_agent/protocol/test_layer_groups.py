@@ -95,26 +95,6 @@ def test_a_group_goes_as_soon_as_it_is_computed() -> None:
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
 
-def test_groups_that_were_not_declared_are_cut_as_they_come() -> None:
-    world = opened()
-    compute(world, 0, 2, (0, 1))
-    assert ordered(world) == [("decode-0", 0, 0, 1)]
-    compute(world, 0, 2, (1, 4))
-    assert ordered(world) == [("decode-0", 0, 1, 4)]
-    compute(world, 2, 4, (0, 3), last=True)
-    compute(world, 2, 4, (3, 4), last=True)
-    assert ordered(world) == [("decode-0", 1, 0, 3), ("decode-0", 1, 3, 4)]
-
-
-def test_parts_that_were_asked_for_whole_wait_for_all_their_layers() -> None:
-    world = opened(2)
-    world.feed("prefill-0", ev.Prefetch(7))
-    compute(world, 0, 2, (0, 2), last=True)
-    assert ordered(world) == []
-    compute(world, 0, 2, (2, 4), last=True)
-    assert ordered(world) == [("decode-0", 0, 0, 4)]
-
-
 def test_chunks_with_groups_and_without_follow_each_other() -> None:
     world = opened(6)
     compute(world, 0, 2, (0, 2))

@@ -169,16 +169,6 @@ def test_a_rank_that_gave_rooms_up_is_asked_about_them_until_it_answers() -> Non
     assert room.released
 
 
-def test_a_restart_that_nobody_proves_is_found_out_by_a_hello_to_the_suspect() -> None:
-    world = connected()
-    world.restart("prefill-0", proven=False)
-    start = world.now_ns
-    while world.d().peers["prefill-0"].incarnation != world.p().local.incarnation:
-        world.tick(SECOND // 2)
-        world.flush()
-    assert world.now_ns - start < TIMING.suspect_ns + 2 * SECOND
-
-
 def test_what_comes_late_from_an_old_life_does_not_bring_it_back() -> None:
     world = World(ParallelConfig(), ParallelConfig())
     old = {item.to: item for item in world.pool if item.kind == "message"}["prefill-0"]

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
@@ -51,33 +50,6 @@ def test_an_instance_that_never_answers_fails_its_own_rooms_and_is_named() -> No
     world.send(9, 2)
     world.flush()
     assert later.state is RoomState.SUCCESS
-
-
-@pytest.mark.parametrize("proven", [True, False])
-def test_when_one_instance_dies_the_rooms_of_the_other_go_on(proven: bool) -> None:
-    world = two(ring=64)
-    for number, room in enumerate((7, 8)):
-        world.receive(room, 6, instance=number)
-        world.send(room, 6, instance=number)
-    for _ in range(20):
-        world.happen(world.pool.pop(world.ready()[0]))
-    for name in world.names_of(1):
-        world.kill(name, proven=proven)
-    own, other = world.rooms["decode-0", 7, 1000], world.rooms["decode-0", 8, 1001]
-    world.flush()
-    assert own.state is RoomState.SUCCESS
-    pass_time(world, 20)
-    assert other.failure["code"] == "KV_PEER_LOST"
-    assert "peer p1-prefill-" in other.failure["text"]
-    assert world.d().missing_peers == list(world.names_of(1))
-    for name in world.names_of(1):
-        world.restart(name)
-    world.prove()
-    world.settle()
-    again = world.receive(10, 2, instance=1)
-    world.send(10, 2, instance=1)
-    world.settle()
-    assert again.state is RoomState.SUCCESS
 
 
 def test_a_rank_name_that_another_instance_uses_is_refused_and_stays_so() -> None:

@@ -88,26 +88,6 @@ def test_parts_queued_are_dropped_and_parts_in_transfer_finish() -> None:
     assert world.paths["slice"] == 3  # one of the two was ordered twice
 
 
-def test_grants_and_credits_are_given_back_so_that_another_room_passes() -> None:
-    world = small(ring=2)
-    for room in (7, 8):
-        world.receive(room, 1)
-    world.send(7, 1)
-    happen(world, "message", "engine")
-    assert world.d().state.grant_table.ring.used_bytes
-    assert world.p().state.credits[D].asked_bytes
-    world.feed(P0, ev.Recall(7, 1))
-    world.flush()
-    assert not world.d().state.grant_table.ring.used_bytes
-    assert world.p().state.credits[D].asked_bytes == 0
-    world.send(8, 1)
-    world.settle(until=lambda: world.sent.get((P0, 8)) is RoomState.SUCCESS)
-    go_on(world, world.recall(7, serial=2))
-    world.settle()
-    assert succeeded(world)
-    world.check_empty()
-
-
 def test_a_recall_of_a_room_that_is_sent_needs_no_pages_again() -> None:
     world = small(choose=direct)
     world.receive(7, 2)

@@ -120,22 +120,6 @@ def test_pages_with_a_lost_writer_come_back_when_that_is_safe_and_not_before(end
     assert len(world.d().state.grant_table) == 0
 
 
-def test_a_writer_keeps_the_pages_it_sends_from_until_its_engine_lets_go_of_a_lost_reader() -> None:
-    world = in_flight(choose=direct)
-    world.paused.add("decode-0")
-    held_back = [item for item in world.pool if item.kind == "complete"]
-    world.pool = [item for item in world.pool if item.kind != "complete"]
-    pass_time(world, TIMING.lost_ns + SECOND)
-    assert world.sent["prefill-0", 7] is RoomState.FAILED
-    assert ("prefill-0", 7) not in world.sent_released, "the engine still reads them"
-    world.pool += held_back
-    world.flush()
-    assert ("prefill-0", 7) in world.sent_released
-    world.paused.clear()
-    world.settle()
-    world.check_empty()
-
-
 # ---- tombstones ----------------------------------------------------------------------------------------------------
 
 

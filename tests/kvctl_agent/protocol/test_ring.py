@@ -20,17 +20,6 @@ def open_now(ring: Ring, region: Region) -> bool:
     return may_write(region.round, region.end, ring.watermark)
 
 
-def test_regions_follow_each_other_and_wrap_into_the_next_round() -> None:
-    log = ring(3)
-    regions = [log.allocate(UNIT) for _ in range(4)]
-    assert [(region.offset // UNIT, region.end // UNIT, region.round) for region in regions] == [
-        (0, 1, 0),
-        (1, 2, 0),
-        (2, 3, 0),
-        (0, 1, 1),
-    ]
-
-
 def test_a_request_that_fits_is_granted_even_when_all_bytes_are_in_use() -> None:
     log = ring(2)
     for _ in range(10):
@@ -71,17 +60,6 @@ def test_a_region_of_the_next_round_opens_when_the_tail_has_passed_its_end() -> 
     assert not may_write(2, UNIT, Position(0, 2 * UNIT))
 
 
-def test_the_watermark_is_the_oldest_region_not_yet_freed() -> None:
-    log = ring(3)
-    first, second, third = (log.allocate(UNIT) for _ in range(3))
-    assert log.watermark == Position(0, 0)
-    assert not log.free(second.serial)
-    assert log.watermark == Position(0, 0)
-    assert log.free(first.serial)
-    assert log.watermark == Position(0, 2 * UNIT)
-    assert log.live == (third,)
-
-
 def test_freeing_twice_changes_nothing() -> None:
     log = ring(3)
     region = log.allocate(UNIT)
@@ -91,16 +69,6 @@ def test_freeing_twice_changes_nothing() -> None:
     assert not log.free(region.serial)
     assert not log.free(999)
     assert (log.watermark, log.used_bytes, log.sequence) == before
-
-
-def test_the_sequence_grows_with_each_move_of_the_watermark_and_only_then() -> None:
-    log = ring(3)
-    first, second, third = (log.allocate(UNIT) for _ in range(3))
-    log.free(second.serial)
-    assert log.sequence == 0
-    log.free(first.serial)
-    log.free(third.serial)
-    assert log.sequence == 2
 
 
 ASIDE = 9

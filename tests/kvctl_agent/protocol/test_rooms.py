@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from kvctl_agent.protocol.peer import PeerState
 from kvctl_agent.protocol.tag import PartKey, PartKind, Tag
 from tests.support.protocol.moments import connected, run_until
 from tests.support.protocol.oracle import PAGE_SIZE
-from tests.support.protocol.simulation import Item, World, direct
+from tests.support.protocol.simulation import World, direct
 
 
 def test_what_an_engine_computed_for_a_failed_room_does_not_go_into_the_next_one_of_that_number() -> None:
@@ -81,29 +79,6 @@ def test_prefill_learns_the_prefix_of_a_room_that_has_ended_before_send() -> Non
     world.feed("prefill-0", ev.SendRoom(7))
     assert world.sent["prefill-0", 7] is RoomState.SUCCESS
     assert world.prefixes["prefill-0", 7] == 3 * PAGE_SIZE
-
-
-def test_every_message_twice_and_every_tag_twice_change_nothing() -> None:
-    """A duplicate, late, reordered or malformed message changes nothing but a counter."""
-    world = connected(ParallelConfig(tp=2), ring=3)
-    world.receive(7, 5)
-    world.receive(8, 5)
-    world.send(7, 5)
-    world.send(8, 5)
-    seen: list[Item] = []
-    while places := world.ready():
-        item = world.pool.pop(places[0])
-        world.happen(item)
-        if item.kind in ("message", "tag"):
-            seen.append(item)
-            world.happen(item)
-    world.settle()
-    for item in random.Random(1).sample(seen, len(seen)):
-        world.happen(item)
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.SUCCESS}
-    assert set(world.sent.values()) == {RoomState.SUCCESS}
-    world.check_empty()
 
 
 def test_a_room_number_is_used_once_at_a_time() -> None:

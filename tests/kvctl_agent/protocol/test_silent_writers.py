@@ -77,19 +77,6 @@ def test_the_others_go_on_and_what_it_had_in_flight_lands_where_nobody_is(posted
     assert made.d().state.grant_table.ring.used_bytes == made.d().state.grant_table.quarantined_bytes == 0
 
 
-def test_heirs_that_wait_behind_it_get_other_bytes() -> None:
-    """They were given its bytes in the next round before anybody knew that it was silent."""
-    made = world()
-    held_up(made, posted=True)
-    assert run(made, range(20, 26)) != [RoomState.SUCCESS] * 6, "somebody waits behind it"
-    pass_time(made, 4)
-    assert [room.state for room in made.rooms.values() if room.room != 7] == [RoomState.SUCCESS] * 6
-    assert made.counts["StagingRevoke"] >= 1
-    made.paused.clear()
-    made.settle()
-    made.check_empty()
-
-
 def stuck_write(made: World) -> Item:
     """The first writer's engine has the write of the oldest region and does not end it, though the writer is well."""
     made.receive(7, 1)

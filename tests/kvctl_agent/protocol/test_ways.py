@@ -52,20 +52,6 @@ def test_an_aborted_rooms_allocation_pins_the_watermark(by: str) -> None:
     assert world.now_ns == before, "it waited for no revoke, no resend and no deadline"
 
 
-def test_head_left_mid_ring_with_nothing_live() -> None:
-    """After a quiet hour the next large prompt hung, though the staging page showed an empty ring."""
-    world = connected(ring=6, chunk_pages=3)
-    for number, pages in enumerate([2, 3, 2, 3]):  # two units each: no two rooms fit one round
-        room = world.receive(10 + number, pages, aux=-1)
-        world.send(10 + number, pages)
-        world.flush()
-        assert room.state is RoomState.SUCCESS
-        assert world.d().state.grant_table.ring.head == 0
-    assert world.paths == {"staged": 4}
-    assert world.counts["Watermark"] == 0, "an empty ring gates nobody"
-    assert world.now_ns == SECOND
-
-
 def test_a_late_subscriber_never_hears_the_watermark() -> None:
     """One prefill rank stayed gated for ever, though the ring had long been empty."""
     world = asked(3, ring=2)
@@ -78,25 +64,6 @@ def test_a_late_subscriber_never_hears_the_watermark() -> None:
     assert len(world.p().parked()) == 2, "the only Watermark message was lost"
     pass_time(world, 3)
     assert world.p().parked() == []
-
-
-def test_a_restarted_subscriber_never_hears_the_watermark() -> None:
-    """A prefill rank that had been restarted stayed gated while its neighbours went on."""
-    world = connected(ring=2, chunk_pages=1)
-    for room in (7, 8):
-        world.receive(room, 3)
-        world.send(room, 3)
-    world.settle()
-    assert world.d().state.grant_table.ring.round > 2
-    world.restart("prefill-0")
-    world.tick(SECOND)
-    world.flush()
-    opened = world.receive(9, 3)
-    world.send(9, 3)
-    before = world.now_ns
-    world.flush()
-    assert opened.state is RoomState.SUCCESS
-    assert world.now_ns == before, "the grants themselves told it where the watermark is"
 
 
 def test_a_cycle_through_memory_held_by_rooms_that_wait_for_the_watermark() -> None:
