@@ -67,31 +67,6 @@ class TestDisconnect:
         assert other.state is RoomState.SUCCESS
         world.check_empty()
 
-    def test_the_same_instance_may_be_connected_again(self) -> None:
-        world = connected(ParallelConfig(tp=2))
-        world.feed("decode-0", ev.DisconnectInstance(registry(0)))
-        assert not world.d().peers
-        world.feed("decode-0", ev.ConnectInstance(registry(0)))
-        world.flush()
-        assert world.d().missing_peers == []
-        room = world.receive(7, 4)
-        world.send(7, 4)
-        world.settle()
-        assert room.state is RoomState.SUCCESS
-
-    def test_a_lost_rank_that_still_runs_is_asked_to_drain_when_it_answers_again(self) -> None:
-        world = connected(ParallelConfig(tp=2))
-        room = world.receive(7, 4)
-        world.flush()
-        world.paused |= {"prefill-0", "prefill-1"}
-        pass_time(world, 20)
-        world.feed("decode-0", ev.DisconnectInstance(registry(0)))
-        pass_time(world, 20)
-        assert not room.released
-        world.paused.clear()
-        pass_time(world, 3)
-        assert (room.released, world.d().peers) == (True, {})
-
     def test_lost_ranks_that_no_room_waits_for_are_forgotten_at_once(self) -> None:
         world = connected(ParallelConfig(tp=2))
         world.paused |= {"prefill-0", "prefill-1"}

@@ -86,19 +86,6 @@ def test_too_many_pages_are_noticed_before_a_cell_of_another_length_is_sent() ->
     assert "computed 8 pages, decode-0 expects 6" in room.failure["text"]
 
 
-def test_a_failure_in_one_leg_stops_all_legs_of_the_room() -> None:
-    """The pages fit one decode rank and not the other: nothing may leave for either after the failure."""
-    world = connected(ParallelConfig(), ParallelConfig(tp=2), choose=direct)
-    world.receive(7, 5, reader=0)
-    world.receive(7, 4, reader=1)
-    world.flush()
-    world.send(7, 4)
-    world.settle()
-    assert {room.state for room in world.rooms.values()} == {RoomState.FAILED}
-    assert not any(room.segments for room in world.rooms.values())
-    world.check_empty()
-
-
 def test_a_decode_rank_that_expects_an_aux_row_learns_that_there_is_none() -> None:
     world = connected()
     room = world.receive(7, 2, aux=3)
@@ -106,16 +93,6 @@ def test_a_decode_rank_that_expects_an_aux_row_learns_that_there_is_none() -> No
     world.settle()
     assert room.failure["code"] == "KV_PLAN_MISMATCH"
     assert "expects an aux row" in room.failure["text"]
-
-
-def test_prefill_does_not_wait_for_a_room_whose_opening_it_refused() -> None:
-    world = connected(num_pages=50)
-    world.send(7, 2)
-    world.receive(7, 2, first_page=49)
-    world.settle(ticks=3)
-    assert world.sent["prefill-0", 7] is RoomState.FAILED
-    assert "outside decode-0's pool of 50" in world.sent_failures["prefill-0", 7]["text"]
-    world.check_empty()
 
 
 def test_our_own_wrong_page_list_fails_that_room_here() -> None:
@@ -126,16 +103,6 @@ def test_our_own_wrong_page_list_fails_that_room_here() -> None:
     assert wrong.released
     world.flush()
     assert room.state is RoomState.SUCCESS
-
-
-def test_prefill_that_comes_while_a_failed_room_is_not_yet_acknowledged_gets_its_pages_back() -> None:
-    world = connected()
-    world.receive(7, 2)
-    world.flush()
-    world.feed("prefill-0", ev.AbortRoom(7, "enough"))
-    world.feed("prefill-0", ev.SendRoom(7))
-    assert world.sent["prefill-0", 7] is RoomState.FAILED
-    assert ("prefill-0", 7) in world.sent_released
 
 
 class TestDeadlines:

@@ -101,17 +101,6 @@ def test_a_count_of_items_that_differs_names_the_component_and_both_counts(
     world.check_empty()
 
 
-def test_after_a_final_part_that_does_not_fit_none_is_queued() -> None:
-    """Its room may be released and forgotten by then: nothing may be in flight afterwards."""
-    world = world_of()
-    world.receive(7, 0, states=(1, 2, 3), aux=-1)
-    world.send(7, 0, states=(9, 2, 3))
-    world.settle()
-    assert world.sent["prefill-0", 7] is RoomState.FAILED
-    assert not [write for write in world.flying if write.order.room == 7]
-    world.check_empty()
-
-
 @pytest.mark.parametrize(
     ("opening", "text"),
     [

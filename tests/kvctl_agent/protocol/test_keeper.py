@@ -11,8 +11,8 @@ from kvctl_agent.layout.plan import keeper
 from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
-from tests.support.protocol.moments import connected, give, messages_to, run_until, said, silence
-from tests.support.protocol.simulation import SECOND, TIMING, World, direct, registry
+from tests.support.protocol.moments import connected, give, messages_to, run_until, said
+from tests.support.protocol.simulation import SECOND, World, direct, registry
 
 KEPT_BY_0 = next(room for room in range(99) if keeper(World(decode=ParallelConfig(tp=2)).inputs, room, 0) == 0)
 
@@ -97,21 +97,6 @@ def test_the_keeper_does_not_wait_until_all_ranks_know_it() -> None:
     world.settle()
     assert set(states(world).values()) == {RoomState.SUCCESS}
     world.check_empty()
-
-
-def test_the_failure_of_a_rank_reaches_a_keeper_that_it_does_not_know_yet() -> None:
-    world = opening()
-    (late,) = messages_to(world, "prefill-1", msg.RoomKept)
-    world.pool.remove(late)
-    world.flush()
-    world.send(KEPT_BY_0, 2, ranks=[1])
-    world.feed("prefill-1", ev.AbortRoom(KEPT_BY_0, "the client went away"))
-    world.flush()
-    assert not states(world)["decode-0"].finished
-    world.pool.append(late)
-    world.flush()
-    assert {states(world)[name] for name in ("decode-0", "decode-1", "prefill-1")} == {RoomState.FAILED}
-    assert causes(world) == {("prefill-1", "ABORTED")}
 
 
 def test_a_rank_that_only_knows_the_keeper_cannot_accept_the_room_in_the_place_of_another() -> None:
@@ -256,16 +241,6 @@ def test_the_loss_of_a_rank_that_has_sent_everything_harms_no_other() -> None:
     world.kill("prefill-0")
     compute(world, 1)
     assert states(world) == dict.fromkeys(("decode-0", "decode-1", "prefill-1"), RoomState.SUCCESS)
-
-
-def test_a_silent_decode_rank_is_named_by_the_rank_that_writes_to_it() -> None:
-    world = opened()
-    compute(world, 0)
-    silence(world, "decode-1", TIMING.lost_ns / SECOND + 2)
-    world.send(KEPT_BY_0, 2, ranks=[1])
-    world.settle()
-    assert world.sent_failures["prefill-0", KEPT_BY_0]["code"] == "KV_PEER_LOST"
-    assert "decode-1" in world.sent_failures["prefill-0", KEPT_BY_0]["text"]
 
 
 # ---- recall --------------------------------------------------------------------------------------------------------

@@ -95,38 +95,6 @@ def test_a_group_goes_as_soon_as_it_is_computed() -> None:
     assert world.rooms["decode-0", 7, 1000].state is RoomState.SUCCESS
 
 
-def test_chunks_with_groups_and_without_follow_each_other() -> None:
-    world = opened(6)
-    compute(world, 0, 2, (0, 2))
-    compute(world, 0, 2, (2, 4))
-    assert len(ordered(world)) == 2
-    compute(world, 2, 4)
-    assert ordered(world) == [("decode-0", 1, 0, 4)]
-    compute(world, 4, 6, (0, 2), last=True)
-    assert ordered(world) == [], "the rest was asked for whole when the engine went on without groups"
-    compute(world, 4, 6, (2, 4), last=True)
-    assert ordered(world) == [("decode-0", 2, 0, 4)]
-
-
-def test_groups_computed_before_a_decode_rank_opens_go_when_it_does() -> None:
-    world = connected(shape=DEEP, choose=direct)
-    world.feed("prefill-0", ev.SendRoom(7))
-    compute(world, 0, 4, (0, 2), last=True)
-    compute(world, 0, 4, (2, 3), last=True)
-    room = world.receive(7, 4, aux=-1)
-    while not ordered_now(world):
-        world.happen(world.pool.pop(world.ready()[0]))
-    assert sorted(ordered(world)) == [("decode-0", chunk, lo, hi) for chunk in (0, 1) for lo, hi in [(0, 3)]]
-    compute(world, 0, 4, (3, 4), last=True)
-    finish(world)
-    world.settle()
-    assert room.state is RoomState.SUCCESS
-
-
-def ordered_now(world: World) -> bool:
-    return any(item.kind == "begin" for item in world.pool)
-
-
 def test_a_readers_pipeline_stage_cuts_a_group() -> None:
     world = opened(2, decode=ParallelConfig(pp=2, stages=(1, 3)))
     world.feed("prefill-0", ev.Prefetch(7, HALVES))

@@ -12,7 +12,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.prefill.send_room import PartState
-from tests.support.protocol.moments import connected, messages_to, said
+from tests.support.protocol.moments import messages_to, said
 from tests.support.protocol.simulation import PAGE_SIZE, SECOND, TIMING, Item, World, direct, mixed, registry, staged
 
 P0, D = "prefill-0", "decode-0"
@@ -170,22 +170,6 @@ def test_parts_that_a_recall_by_decode_has_dropped_are_not_planned_again() -> No
     assert [type(message) for message in said(world, D)] == [msg.RoomDrained]
 
 
-def test_one_of_two_decode_ranks_recalls_and_the_other_is_not_affected() -> None:
-    world = connected(ParallelConfig(tp=1), ParallelConfig(tp=2), chunk_pages=1, choose=direct)
-    first = world.receive(7, 2)
-    other = world.receive(7, 2, reader=1)
-    world.send(7, 2)
-    happen(world, "message", "engine")
-    world.feed(D, ev.Recall(7))
-    world.settle(until=lambda: first.released and other.state is RoomState.SUCCESS)
-    assert not world.sent[P0, 7].finished
-    assert (P0, 7) not in world.sent_released
-    second = world.receive(7, 2)
-    world.settle()
-    assert second.state is world.sent[P0, 7] is RoomState.SUCCESS
-    world.check_empty()
-
-
 def test_a_room_that_is_not_opened_again_gives_its_pages_up() -> None:
     world = small(choose=direct)
     first = world.receive(7, 2)
@@ -197,26 +181,6 @@ def test_a_room_that_is_not_opened_again_gives_its_pages_up() -> None:
     assert world.sent_failures[P0, 7]["code"] == "KV_ROOM_STUCK_BOOTSTRAP"
     assert (P0, 7) in world.sent_released
     world.settle()
-
-
-def test_a_recall_before_the_room_is_opened_or_claimed() -> None:
-    world = small()
-    first = world.receive(7, 2)
-    world.feed(D, ev.Recall(7))
-    world.flush()
-    assert first.released
-    assert 7 not in world.p().rooms
-    second = world.receive(7, 2)
-    world.flush()
-    world.feed(D, ev.Recall(7))
-    world.flush()
-    assert second.released
-    assert 7 not in world.p().rooms  # nobody knows it: the engine has not called send()
-    third = world.receive(7, 2)
-    world.send(7, 2)
-    world.settle()
-    assert third.state is world.sent[P0, 7] is RoomState.SUCCESS
-    world.check_empty()
 
 
 # ---- deadlines ----------------------------------------------------------------------------------------------------

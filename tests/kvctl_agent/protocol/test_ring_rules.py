@@ -9,7 +9,7 @@ from kvctl_agent.layout.parallel import ParallelConfig
 from kvctl_agent.protocol import events as ev
 from kvctl_agent.protocol import messages as msg
 from kvctl_agent.protocol.ring import Position, RegionState
-from tests.support.protocol.moments import asked, compute, connected, dropped, give, granted, part, said
+from tests.support.protocol.moments import asked, connected, give, granted, part, said
 from tests.support.protocol.simulation import UNIT
 
 
@@ -94,34 +94,9 @@ class TestIncarnations:
         world.feed("prefill-0", ev.Received("decode-0", world.d().local.incarnation, msg.Watermark(1, 0, 1)))
         assert gate.position == Position(1, 0)
 
-    def test_an_old_grant_is_not_taken_by_a_room_of_the_new_incarnation(self) -> None:
-        """Same room number, same nonce even: only the incarnation tells the old life's grant."""
-        world = asked(1)
-        stale = granted(world)
-        old = world.d().local.incarnation
-        world.restart("decode-0")
-        world.connect()
-        world.sent_failures.clear()
-        world.receive(7, 1, aux=-1)
-        world.flush()
-        before = dropped(world, "prefill-0", "incarnation")
-        world.feed("prefill-0", ev.Received("decode-0", old, stale))
-        assert dropped(world, "prefill-0", "incarnation") == before + 1
-        transfers = [transfer for key, transfer in world.p().state.transfers.items() if key.peer == "decode-0"]
-        assert all(one.grant is None for transfer in transfers for one in transfer.parts.values())
-
 
 class TestParkedParts:
     """A gated part blocks no worker and holds no staging buffer."""
-
-    def test_a_gated_part_is_parked_and_holds_no_place_with_a_worker(self) -> None:
-        world = asked(4, ring=4)
-        world.flush()
-        compute(world, 4)
-        orders = [item for item in world.pool if item.kind == "begin"]
-        assert [order.what.order.key.chunk for order in orders] == [0, 1]
-        assert [parked.key.chunk for _, parked in world.p().parked()] == [2, 3]
-        assert world.p().state.transfers["decode-0", 7, 1000].in_flight == 2
 
     def test_writers_with_different_queue_orders_do_not_lock_each_other_out(self) -> None:
         """Each would wait with one room's part in its only worker for the ring bytes of the other's."""

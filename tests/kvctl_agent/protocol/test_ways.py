@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from kvctl_agent.contract.states import RoomState
 from kvctl_agent.layout.parallel import ParallelConfig
-from kvctl_agent.protocol import codec
 from kvctl_agent.protocol import events as ev
-from kvctl_agent.protocol import messages as msg
 from tests.support.folded import folded
-from tests.support.protocol.moments import asked, compute, connected, pass_time, run_until
+from tests.support.protocol.moments import connected, run_until
 from tests.support.protocol.simulation import SECOND, TIMING, UNIT, World
 
 
@@ -39,31 +36,6 @@ def held_up() -> World:
 
 
 # ---- the ring ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by", ["prefill-0", "decode-0"])
-def test_an_aborted_rooms_allocation_pins_the_watermark(by: str) -> None:
-    """A client hung up, and from then on every staged room of that decode rank hung until a restart."""
-    world = held_up()
-    before = world.now_ns
-    world.feed(by, ev.AbortRoom(7, "the client went away"))
-    world.flush()
-    assert world.rooms["decode-0", 8, 1001].state is RoomState.SUCCESS
-    assert world.now_ns == before, "it waited for no revoke, no resend and no deadline"
-
-
-def test_a_late_subscriber_never_hears_the_watermark() -> None:
-    """One prefill rank stayed gated for ever, though the ring had long been empty."""
-    world = asked(3, ring=2)
-    world.flush()
-    compute(world, 3)
-    while places := world.ready():
-        item = world.pool.pop(places[0])
-        if item.kind != "message" or not isinstance(codec.decode(item.what)[1][0], msg.Watermark):
-            world.happen(item)
-    assert len(world.p().parked()) == 2, "the only Watermark message was lost"
-    pass_time(world, 3)
-    assert world.p().parked() == []
 
 
 def test_a_cycle_through_memory_held_by_rooms_that_wait_for_the_watermark() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvctl_agent import room_number
+from kvctl_agent.contract.admin import LOCK_SUFFIX
 from kvctl_agent.integrations.vllm.observe.tracker import Posted, Server, Shape, Tracker
 from kvctl_agent.telemetry.hub import Telemetry
 from tests.support.folded import folded
@@ -36,6 +37,10 @@ def row(tracker: Tracker, transfer: str = "p-1") -> Any:
     """What an observer makes of a room's records."""
     (found,) = folded(tracker.telemetry).rooms.detail(room_number(transfer))
     return found
+
+
+def stages(tracker: Tracker) -> list[str]:
+    return [event["stage"] for event in row(tracker)["timeline"]]
 
 
 def counter(tracker: Tracker, name: str, *labels: str) -> float:
@@ -112,6 +117,17 @@ HELD = ((Tracker.arrived, 1 * MS, "prefill", "p-1", "p-1", 100), (Tracker.held, 
 
 
 class TestPrefill:
+    def test_a_room_that_decode_reads(self, tmp_path: Path) -> None:
+        (tmp_path / f"decode-tp0@b:1{LOCK_SUFFIX}").write_text("17\nagent\n")
+        seen = tracker("prefill", tmp_path)
+        apply(seen, *HELD)
+        assert (row(seen)["state"], row(seen)["pages"], row(seen)["peers"]) == ("Bootstrapping", 4, [])
+        apply(seen, (Tracker.claimed, 9 * MS, "p-1", "agent"), (Tracker.claimed, 14 * MS, "p-1", "agent"))
+        assert (row(seen)["state"], row(seen)["peers"]) == ("WaitingForInput", ["decode-tp0@b:1"])
+        apply(seen, (Tracker.read, 20 * MS, "p-1", "agent", 1), (Tracker.released, 20 * MS, "p-1"))
+        assert (row(seen)["state"], row(seen)["latency_ns"]) == ("Success", 16 * MS)
+        assert stages(seen)[-5:] == ["finish", "accept", "renew", "read", "sent"]
+
     @pytest.mark.parametrize(
         ("before", "end"),
         [
