@@ -112,7 +112,7 @@ class WrittenPage(NamedTuple):
 class Store(ABC):
     """Writes and checks the content of one rank's pool."""
 
-    _step_bytes: ClassVar[int]  # of pages that are compared at once
+    step_bytes: ClassVar[int]  # of pages that are compared at once
 
     def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
         """Writes the test pattern into all pages of a room in every layer; `bases` are its `pattern.row_bases`."""
@@ -157,7 +157,7 @@ class Store(ABC):
 
     def _step(self, view: PlaneView) -> int:
         """Returns the number of pages to compare at once."""
-        return max(1, self._step_bytes // view.rows.page_bytes)
+        return max(1, self.step_bytes // view.rows.page_bytes)
 
     @abstractmethod
     def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
@@ -179,7 +179,7 @@ class Store(ABC):
 class HostStore(Store):
     """Store for a pool in host memory."""
 
-    _step_bytes = 256 << 10
+    step_bytes = 256 << 10
 
     def poison(self, view: PlaneView, pages: Pages | None = None) -> None:
         for _, elements in view.elements():
@@ -202,7 +202,7 @@ class MirrorStore(Store):
     further 100 KiB, and a pool of small pages, such as those of one token, has millions of them.
     """
 
-    _step_bytes = _SPAN_BYTES
+    step_bytes = _SPAN_BYTES
 
     def __init__(self, device: Device) -> None:
         self._device = device

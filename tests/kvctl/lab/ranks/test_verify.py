@@ -11,7 +11,7 @@ import pytest
 from kvctl.lab.ranks import content as of_content
 from kvctl.lab.ranks import content_store
 from kvctl.lab.ranks.content import Content, allocate_pool
-from kvctl.lab.ranks.content_store import PlaneView
+from kvctl.lab.ranks.content_store import HostStore, PlaneView
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes
 from kvctl.lab.ranks.plan import PlannedGroup, PlannedShape, PlannedState
@@ -196,6 +196,16 @@ def test_pages_of_a_failed_room_may_hold_anything(content: Content):
     receive(content)
     pages_of(content, 0, "k")[content.pages(1000)[0]] = 1
     assert verify(content, "full", failed={1000}) == {**verify(content, "full", {1000}), "rooms": 1, "mismatches": []}
+
+
+def test_rooms_of_more_pages_than_are_compared_at_once(content: Content, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(HostStore, "step_bytes", 1)
+    receive(content)
+    assert verify(content, "full")["mismatches"] == []
+    last = len(content.pages(1000)) - 1
+    pages_of(content, 1, "k")[content.pages(1000)[last], 0] ^= 1
+    (wrong,) = verify(content, "full")["mismatches"]
+    assert wrong["where"].startswith(f"layer 1 k token {last * PAGE} ")
 
 
 def test_a_rank_of_later_layers_and_heads_checks_those():
