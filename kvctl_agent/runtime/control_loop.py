@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from math import inf
 from typing import Any
@@ -69,21 +69,43 @@ class Mailbox:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.RLock()
         self._woken = False
+        self._batching = 0  # thread that is inside `batch`
+        self._wake_later = False  # at the end of its batch
         self._closed = False
 
     def fileno(self) -> int:
         """Returns the descriptor to poll."""
         return self._fd
 
-    def put(self, *events: ev.Event) -> None:
-        """Queues events and wakes the loop. Events queued after `close` are never read."""
+    def put(self, *events: ev.Event, wake: bool = True) -> None:
+        """Queues events and wakes the loop. Events queued after `close` are never read.
+
+        Args:
+            wake: False for an event that may wait for the loop's next turn, which begins within 0.1 s.
+        """
         self._events.extend(events)
-        self.wake()
+        if wake:
+            self.wake()
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Returns a context in which the calling thread does not wake the loop, but once at its end."""
+        self._batching = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._batching = 0
+            if self._wake_later:
+                self._wake_later = False
+                self.wake()
 
     def wake(self) -> None:
         """Wakes the loop by making the descriptor readable."""
         if self._woken:
             return  # the loop will read the queue before it sleeps again
+        if self._batching == threading.get_ident():
+            self._wake_later = True
+            return
         with self._lock:
             if not self._closed and not self._woken:
                 self._woken = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -221,29 +222,34 @@ class ConnectorWorker:
 
     def begin(self, meta: KvctlMetadata) -> None:
         """Begins, opens and ends rooms, before the forward of a step."""
-        for request in meta.sends:
-            self._requests[request.request] = request
-            self._sends[request.request] = None if self._asleep else self._send(request)
-        self._step, self._computes = meta, meta.computes
-        self._to_pass = self._prefetch(meta.computed)
-        event = self._event() if meta.cached else None  # of the earlier forwards
-        for name, blocks in meta.cached:
-            if send := self._sends.get(name):
-                self._attempt(send, partial(self._pass_cached, send, blocks, event))
-        if meta.receives and self._kv_cache_config.needs_kv_cache_zeroing and self._pool.pool.device is not None:
-            torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
-        for receive in meta.receives:
-            self._receives[receive.request] = self._receive(receive)
-            self._received_from[receive.request] = receive
-        for name, reason in meta.aborted:
-            handle = self._sends.get(name) or self._receives.get(name)
-            # What is sent has arrived: a router that has decode's answer may drop the request at prefill.
-            if handle is not None and not (isinstance(handle, Send) and handle.sent):
-                handle.abort(reason)
-        for transfer, prefill, reason in meta.refused:
-            self._refuse(transfer, reason, prefill)
-        for prefill, transfers in meta.expected.items():
-            self._renew(transfers, prefill)
+        with self._batch():
+            for request in meta.sends:
+                self._requests[request.request] = request
+                self._sends[request.request] = None if self._asleep else self._send(request)
+            self._step, self._computes = meta, meta.computes
+            self._to_pass = self._prefetch(meta.computed)
+            event = self._event() if meta.cached else None  # of the earlier forwards
+            for name, blocks in meta.cached:
+                if send := self._sends.get(name):
+                    self._attempt(send, partial(self._pass_cached, send, blocks, event))
+            if meta.receives and self._kv_cache_config.needs_kv_cache_zeroing and self._pool.pool.device is not None:
+                torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
+            for receive in meta.receives:
+                self._receives[receive.request] = self._receive(receive)
+                self._received_from[receive.request] = receive
+            for name, reason in meta.aborted:
+                handle = self._sends.get(name) or self._receives.get(name)
+                # What is sent has arrived: a router that has decode's answer may drop the request at prefill.
+                if handle is not None and not (isinstance(handle, Send) and handle.sent):
+                    handle.abort(reason)
+            for transfer, prefill, reason in meta.refused:
+                self._refuse(transfer, reason, prefill)
+            for prefill, transfers in meta.expected.items():
+                self._renew(transfers, prefill)
+
+    def _batch(self) -> AbstractContextManager[None]:
+        """Returns a context in which the agent is called for many rooms."""
+        return nullcontext() if self.agent is None else self.agent.batch()
 
     def _prefetch(self, computed: Sequence[ComputedBlocks]) -> dict[str, range | None]:
         """Announces a forward; returns the layer groups in which its KV is sent, by the layer with which each ends.
@@ -269,13 +275,14 @@ class ConnectorWorker:
 
     def save(self) -> None:
         """Passes what the step has computed, or will have when its forward on the GPU is done."""
-        while self._to_pass:  # all layer groups, if vLLM did not announce layers, as in a CUDA graph
-            self._pass(self._to_pass.pop(next(iter(self._to_pass))))
-        for computed in self._step.computed:
-            send = self._sends.get(computed.request)
-            if computed.last and send is not None and not send.state.finished:
-                self._attempt(send, partial(self._finish, send, computed))
-        self._step = KvctlMetadata()
+        with self._batch():
+            while self._to_pass:  # all layer groups, if vLLM did not announce layers, as in a CUDA graph
+                self._pass(self._to_pass.pop(next(iter(self._to_pass))))
+            for computed in self._step.computed:
+                send = self._sends.get(computed.request)
+                if computed.last and send is not None and not send.state.finished:
+                    self._attempt(send, partial(self._finish, send, computed))
+            self._step = KvctlMetadata()
 
     def _pass(self, layers: range | None) -> None:
         """Passes the pages of the step in one layer group; None: in all layers."""

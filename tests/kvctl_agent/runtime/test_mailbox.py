@@ -46,6 +46,42 @@ def test_wake_alone_wakes(mailbox: Mailbox) -> None:
     assert not readable(mailbox)
 
 
+def test_an_event_that_may_wait_does_not_wake_and_is_taken_with_the_next(mailbox: Mailbox) -> None:
+    mailbox.put(ev.SendRoom(1), wake=False)
+    assert not readable(mailbox)
+    mailbox.put(ev.SendRoom(2))
+    assert readable(mailbox)
+    assert rooms(mailbox.take()) == [1, 2]
+
+
+def test_a_batch_wakes_once_at_its_end_even_if_it_fails(mailbox: Mailbox) -> None:
+    def fail() -> None:
+        with mailbox.batch():
+            mailbox.put(ev.SendRoom(1))
+            mailbox.wake()
+            assert not readable(mailbox)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert readable(mailbox)
+    assert rooms(mailbox.take()) == [1]
+    with mailbox.batch():
+        pass
+    assert not readable(mailbox), "nothing was put"
+
+
+def test_a_batch_of_one_thread_delays_no_event_of_another(mailbox: Mailbox) -> None:
+    with mailbox.batch():
+        mailbox.put(ev.SendRoom(1))
+        other = threading.Thread(target=mailbox.put, args=(ev.SendRoom(2),))
+        other.start()
+        other.join()
+        assert readable(mailbox)
+        assert rooms(mailbox.take()) == [1, 2]
+    assert readable(mailbox), "the loop looks once more, for nothing"
+
+
 def test_after_close_puts_are_dropped_and_closing_twice_is_fine() -> None:
     mailbox = Mailbox()
     mailbox.close()
