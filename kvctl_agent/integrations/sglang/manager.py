@@ -169,7 +169,7 @@ class KvctlKVManager(CommonKVManager):
             logger=logger,
             cp_interleave=1,  # SGLang has a token on decode rank `token % dcp_size`
         ).start()
-        scheduler_turns.watch(agent)
+        scheduler_turns.watch(agent.note_turn, agent.batch)
         if prefill and agent.settings["pipeline"] != "off":
             self.unhooked = not layer_pipelining.install()
         return agent
@@ -198,7 +198,7 @@ class KvctlKVManager(CommonKVManager):
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self._heartbeat_shutdown.set()
             self._heartbeat.join(_CLOSE_S)
-        scheduler_turns.unwatch(self.agent)
+        scheduler_turns.unwatch(self.agent.note_turn)
         self.agent.close(_CLOSE_S)
         self._zmq_ctx.destroy(linger=0)
 

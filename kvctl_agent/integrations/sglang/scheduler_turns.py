@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from kvctl_agent.integrations.engine_agent import EngineAgent
 from kvctl_agent.integrations.observe.hooks import before
 
 # Methods in which the scheduler passes the pages of all requests of a forward, or opens the rooms of all that fit.
@@ -16,40 +16,43 @@ _BATCHES = (
     ("sglang.srt.disaggregation.decode", "DecodePreallocQueue", "pop_preallocated"),
 )
 
-_agents: list[EngineAgent] = []
+_watched: dict[Callable[[], None], Callable[[], AbstractContextManager[None]]] = {}
 
 
-def watch(agent: EngineAgent) -> None:
-    """Notes the turns of the scheduler for an agent, and handles its calls in batches, until `unwatch`."""
+def watch(note: Callable[[], None], batch: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Calls `note` at the begin of each turn, until `unwatch`.
+
+    Args:
+        batch: returns a context for the calls of the scheduler for many rooms.
+    """
     # The scheduler's module has been imported in a process that has a scheduler; importing it takes seconds.
     module = sys.modules.get("sglang.srt.managers.scheduler")
     if module is not None and "_kvctl_turns" not in vars(module.Scheduler):
         module.Scheduler._kvctl_turns = True
-        before(module.Scheduler, "ingest_requests", _note_turn)
+        before(module.Scheduler, "ingest_requests", _turn)
         for name, owner, method in _BATCHES:
             target = getattr(sys.modules.get(name), owner, None)
             if (original := getattr(target, method, None)) is not None:
                 setattr(target, method, _batched(original))
-    _agents.append(agent)
+    _watched[note] = batch
 
 
-def unwatch(agent: EngineAgent) -> None:
-    """Ends that. Idempotent."""
-    if agent in _agents:
-        _agents.remove(agent)
+def unwatch(note: Callable[[], None]) -> None:
+    """Ends the calls of `note`, and the batches with it. Idempotent."""
+    _watched.pop(note, None)
 
 
-def _note_turn(*_: Any, **__: Any) -> None:
-    for agent in _agents:
-        agent.note_turn()
+def _turn(*_: Any, **__: Any) -> None:
+    for note in _watched:
+        note()
 
 
 def _batched(original: Any) -> Any:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as batches:
-            for agent in _agents:
-                batches.enter_context(agent.batch())
+            for batch in _watched.values():
+                batches.enter_context(batch())
             return original(*args, **kwargs)
 
     return run

@@ -38,7 +38,7 @@ def agents() -> Iterator[list[Agent]]:
     agents = [Agent(), Agent()]
     yield agents
     for agent in agents:
-        unwatch(agent)
+        unwatch(agent.note_turn)
 
 
 @pytest.fixture
@@ -70,34 +70,34 @@ def sglang(monkeypatch: pytest.MonkeyPatch, agents: list[Agent]) -> Any:
 def test_each_turn_is_noted_until_the_manager_ends(sglang: Any, agents: list[Agent]) -> None:
     scheduler = sglang[0].Scheduler()
     first, second = agents
-    watch(first)
-    watch(second)
+    watch(first.note_turn)
+    watch(second.note_turn)
     assert scheduler.ingest_requests(stop_at_pause=True) == [True]
-    unwatch(first)
-    unwatch(first)
+    unwatch(first.note_turn)
+    unwatch(first.note_turn)
     scheduler.ingest_requests()
-    unwatch(second)
+    unwatch(second.note_turn)
     scheduler.ingest_requests()
     assert (first.turns, second.turns) == (1, 2)
 
 
 def test_calls_for_the_rooms_of_a_forward_are_one_batch_of_each_agent(sglang: Any, agents: list[Agent]) -> None:
     first, second = agents
-    watch(first)
+    watch(first.note_turn, first.batch)
     scheduler, queue = sglang[0].Scheduler(), sglang[1].DecodePreallocQueue()
     assert scheduler.process_batch_result_disagg_prefill(1, result=2) == (3, [True, False])
-    watch(second)
+    watch(second.note_turn, second.batch)
     assert queue.pop_preallocated(rids=1) == ({"rids": 1}, [True, True])
     with pytest.raises(ValueError, match="-1"):
         scheduler.process_batch_result_disagg_prefill(1, -1)
     assert not first.open
     assert not second.open
-    unwatch(first)
+    unwatch(first.note_turn)
     scheduler.process_batch_result_disagg_prefill(1, 1)
     assert (first.batches, second.batches) == (3, 3), "each call is wrapped once"
 
 
 def test_a_process_without_a_scheduler_has_no_turns(monkeypatch: pytest.MonkeyPatch, agents: list[Agent]) -> None:
     monkeypatch.delitem(sys.modules, "sglang.srt.managers.scheduler", raising=False)
-    watch(agents[0])
+    watch(agents[0].note_turn)
     assert "sglang.srt.managers.scheduler" not in sys.modules
