@@ -314,13 +314,27 @@ def agent_pid(socket: Path) -> int | None:
     """
     lock = lock_path(socket)
     try:
-        with lock.open("rb") as file:
-            pid = int(file.readline(_MAX_PID_BYTES))
-        status = lock.stat()
+        pid, status = _noted_pid(lock), lock.stat()
         # The number belongs to another process if the agent has ended or is in another PID namespace.
         return pid if any(os.path.samestat(status, each) for each in _open_files(pid)) else None
     except (OSError, ValueError):
         return None
+
+
+def stopped_pid(socket: Path) -> int | None:
+    """Returns what `agent_pid` does if that process is stopped, as by SIGSTOP; None if it is not.
+
+    Of a process that runs, the open files are not looked at: an observer of many agents has thousands.
+    """
+    try:
+        return agent_pid(socket) if _is_stopped(_noted_pid(lock_path(socket))) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _noted_pid(lock: Path) -> int:
+    with lock.open("rb") as file:
+        return int(file.readline(_MAX_PID_BYTES))
 
 
 def listener_pid(path: Path) -> int | None:
@@ -338,8 +352,7 @@ def listener_pid(path: Path) -> int | None:
     return pid or None
 
 
-def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped, as by SIGSTOP."""
+def _is_stopped(pid: int) -> bool:
     try:
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -348,11 +361,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def _open_files(pid: int) -> Iterator[os.stat_result]:
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            yield entry.stat()
-        except OSError:  # closed meanwhile, or not a file
-            continue
+    with os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            try:
+                yield entry.stat()
+            except OSError:  # closed meanwhile, or not a file
+                continue
 
 
 def matches(labels: Mapping[str, str], status: Mapping[str, Any]) -> bool:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import resource
 import time
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import orjson
 import zmq
 
 from kvctl.client.calls import Call
-from kvctl.client.endpoints import Endpoint, agent_pid, is_stopped, listener_pid, probe
+from kvctl.client.endpoints import Endpoint, agent_pid, listener_pid, probe, stopped_pid
 from kvctl.client.faults import Fault, FaultCode, stopped, timed_out
 from kvctl.client.keys import NO_KEYS, ClientKeys, KeyNames
 from kvctl.errors import CliError
@@ -490,13 +491,14 @@ class Fanout:
     def _expire(progress: _Round, timeout_ns: int, *, everything: bool) -> None:
         """Ends requests without a reply for `timeout_ns`, or all of them; takes slow agents out of the window."""
         now = time.monotonic_ns()
+        find_stopped = functools.cache(stopped_pid)  # of an observer once, for all of its agents
         while progress.window and (not progress.window[0].expected or progress.window[0].expected_until_ns <= now):
             progress.leave(progress.window.popleft())
         while progress.pending:
             request_id, waiting = next(iter(progress.pending.items()))
             if waiting.started_ns + timeout_ns > now and not everything:
                 break
-            progress.end(request_id, _reply(waiting, None, _timeout_fault(waiting.endpoint, timeout_ns)))
+            progress.end(request_id, _reply(waiting, None, _timeout_fault(waiting.endpoint, timeout_ns, find_stopped)))
 
     def _route(self, endpoint: Endpoint) -> bytes:
         """Returns the routing id of the connection to an agent, which is opened if there is none."""
@@ -654,13 +656,12 @@ def _ended(endpoint: Endpoint) -> Fault | None:
     return None
 
 
-def _timeout_fault(endpoint: Endpoint, timeout_ns: int) -> Fault:
+def _timeout_fault(endpoint: Endpoint, timeout_ns: int, find_stopped: Callable[[Path], int | None]) -> Fault:
     local = endpoint.path is not None
     if endpoint.path is not None:
-        listening = listener_pid(endpoint.path)  # None if more clients wait than the socket's backlog has room for
         for whose, path in (("its process", endpoint.path), ("its observer", endpoint.path.with_name(OBSERVER_SOCKET))):
-            pid = agent_pid(path)
-            if pid is not None and listening in (None, pid) and is_stopped(pid):
+            # None listens if more clients wait than the socket's backlog has room for.
+            if (pid := find_stopped(path)) is not None and listener_pid(endpoint.path) in (None, pid):
                 return stopped(endpoint.name, whose, pid)
     if local and (text := shortage(1)) is not None:
         return Fault(endpoint.name, FaultCode.TIMEOUT, f"was not reached: {text}")

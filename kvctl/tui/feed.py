@@ -26,6 +26,7 @@ from kvctl.health.finding import Finding
 # minute, so that the findings of a very large fleet are not too old.
 _HEALTH_REST = 100
 _LONGEST_HEALTH_REST_NS = 30_000_000_000
+_END_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +142,11 @@ class Feed:
             self._paused = self._urgent = True
 
     def stop(self) -> None:
-        """Ends the thread and waits for it; a reading in progress is completed first."""
+        """Ends the thread and waits for it, but at most a second for a reading in progress, whose result is dropped."""
         with self._change():
             self._stopped = True
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_END_S)
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -204,7 +205,8 @@ class Feed:
             rest = min((time.thread_time_ns() - started) * _HEALTH_REST, _LONGEST_HEALTH_REST_NS)
             rest = max(self._interval_ns, rest)
             self._health_due_ns = time.monotonic_ns() + rest
-        self._deliver(reading)
+        if not self._stopped:
+            self._deliver(reading)
 
     def _position(self) -> RecordingPosition | None:
         if not isinstance(self._source, RecordedSource):

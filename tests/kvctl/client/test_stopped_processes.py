@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvctl.client.endpoints import agent_pid, discover, is_stopped
+from kvctl.client import endpoints
+from kvctl.client.endpoints import agent_pid, discover, stopped_pid
 
 AGENT = """
 import sys, time
@@ -54,16 +55,31 @@ def test_the_process_of_an_agent_is_found_by_its_lock_file(
 ) -> None:
     path = socket_directory / "decode-9.sock"
     assert agent_pid(path) == other.pid
-    assert not is_stopped(other.pid)
+    assert stopped_pid(path) is None
     stop(other)
     assert agent_pid(path) == other.pid
-    assert is_stopped(other.pid)
+    assert stopped_pid(path) == other.pid
     (socket_directory / "decode-8.lock").write_text(f"{other.pid}\n")  # a number that is another process's by now
     assert agent_pid(socket_directory / "decode-8.sock") is None
+    assert stopped_pid(socket_directory / "decode-8.sock") is None
     (socket_directory / "decode-8.lock").write_text("no number")
     assert agent_pid(socket_directory / "decode-8.sock") is None
     (socket_directory / "decode-8.lock").unlink()
     assert agent_pid(socket_directory / "decode-8.sock") is None
+
+
+def test_the_files_of_a_process_that_runs_are_not_looked_at_to_see_whether_it_is_stopped(
+    other: subprocess.Popen[bytes], socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked(pid: int) -> Iterator[os.stat_result]:
+        raise AssertionError(f"process {pid}, which may have thousands of files")
+
+    path = socket_directory / "decode-9.sock"
+    monkeypatch.setattr(endpoints, "_open_files", looked)
+    assert stopped_pid(path) is None
+    stop(other)
+    with pytest.raises(AssertionError):
+        stopped_pid(path)
 
 
 def test_a_socket_that_refuses_while_its_agent_runs_is_waited_for(socket_directory: Path) -> None:

@@ -112,6 +112,29 @@ def test_nothing_is_asked_before_a_view_wants_something(run: Any) -> None:
     assert started.source.asked.get(timeout=PATIENCE_S) == ROOMS.calls
 
 
+def test_a_reading_that_takes_long_does_not_delay_the_end(run: Any) -> None:
+    source, released = FakeSource(), threading.Event()
+    survey = source.survey
+
+    def slow(*arguments: Any) -> Survey:
+        found = survey(*arguments)
+        released.wait(PATIENCE_S)
+        return found
+
+    source.survey = slow  # type: ignore[method-assign]
+    started = run(source)
+    started.feed.ask(ROOMS)
+    source.asked.get(timeout=PATIENCE_S)
+    begun = time.monotonic()
+    started.feed.stop()
+    assert 0.5 < time.monotonic() - begun < PATIENCE_S / 2
+    assert not source.left
+    released.set()
+    started.feed.stop()
+    assert source.left
+    assert started.idle()
+
+
 def test_a_view_is_read_again_and_again_and_health_between(run: Any) -> None:
     started = run(FakeSource())
     started.feed.ask(ROOMS)
