@@ -395,22 +395,29 @@ class ObservedRank:
         return self._metrics()
 
     def _metrics(self, only: Collection[str] = ()) -> list[MetricFamily]:
-        """Updates the gauges, which no other method reads, and returns the metrics named `only`; empty: all."""
+        """Updates the gauges, which no other method reads, and returns the metrics named `only`; empty: all.
+
+        `only` is `HEALTH_METRICS` or a part of it, without the gauges that `status` has.
+        """
         fold, state, wait_ns = self.catch_up(), self.state(), self.cells()[Cell.INTERPRETER_WAIT_NS]
-        metrics, states = fold.metrics, fold.rooms.states()
+        metrics = fold.metrics
+        metrics.set("kvctl_interpreter_wait_seconds", None if wait_ns < 0 else wait_ns / 1e9)
+        if state.ring is not None:
+            metrics.set("kvctl_quarantined_bytes", state.quarantined_bytes)
+        if only:
+            return metrics.snapshot(only)
+        states = fold.rooms.states()
         for room_state in RoomState:
             metrics.set("kvctl_rooms_active", states.get(room_state.label, 0), room_state.label)
         for peer_state in PeerState:
             metrics.set("kvctl_peers", state.peers.get(peer_state, 0), peer_state.value)
-        metrics.set("kvctl_interpreter_wait_seconds", None if wait_ns < 0 else wait_ns / 1e9)
         if self.role == "prefill":
             metrics.set("kvctl_parts_parked", state.gated)
         if (ring := state.ring) is not None:
             metrics.set("kvctl_ring_size_bytes", ring["size_bytes"])
             metrics.set("kvctl_ring_used_bytes", ring["used_bytes"])
             metrics.set("kvctl_ring_high_water_bytes", ring["high_water_bytes"])
-            metrics.set("kvctl_quarantined_bytes", state.quarantined_bytes)
-        return metrics.snapshot(only)
+        return metrics.snapshot()
 
     def health(self) -> Health:
         return health(
@@ -429,9 +436,14 @@ def _with_arguments(read: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return read(**arguments)
 
 
+_SHARED: Mapping[type, Sequence[str]] = {
+    kind: [name for name in kind.__struct_fields__ if name in Status.__annotations__] for kind in (Identity, State)
+}
+
+
 def _shared(document: Identity | State) -> Any:
     """Returns the fields of a document that `Status` has by the same names."""
-    return {name: getattr(document, name) for name in document.__struct_fields__ if name in Status.__annotations__}
+    return {name: getattr(document, name) for name in _SHARED[type(document)]}
 
 
 def _troubled(row: PeerRow, suspect_ns: float) -> bool:

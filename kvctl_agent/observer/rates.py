@@ -136,8 +136,9 @@ class RecentEnds:
     def counts(self, now_ns: int) -> dict[str, int]:
         """Returns the numbers at monotonic `now_ns`; states without a room are absent."""
         oldest = now_ns // self._slice_ns - _SLICES_OF_WINDOW
-        total: Counter[str] = Counter()
+        total: dict[str, int] = {}
         for number, counts in self._slices:
             if number >= oldest:
-                total.update(counts)
-        return dict(total)
+                for state, count in counts.items():
+                    total[state] = total.get(state, 0) + count
+        return total

@@ -34,6 +34,7 @@ ACTIONS = frozenset({"abort", "release", "forget", "drain", "resume", "set", "pr
 
 _MANY, _RECENT_NS = 64, 1_500_000_000  # agents publish their state once a second
 _WITHOUT_DOCUMENTS = frozenset({"events", "history", "slow", "layers", "nics", "cost"})
+_SPARED = frozenset({"status", "health"})  # what many agents are asked at once
 _LATE_TURN_NS = 1_000_000_000  # a loop that is later than this publishes nothing in time
 _SHORTEST_S, _LONGEST_S = 0.25, 1.0  # between looks at a log: while something is written, and otherwise
 
@@ -258,7 +259,7 @@ class Worker:
 
     def _asks(self, command: str) -> bool:
         """Asks for documents that a command needs; returns whether to wait for them."""
-        if self.ended or command in _WITHOUT_DOCUMENTS or (command == "status" and self._is_spared()):
+        if self.ended or command in _WITHOUT_DOCUMENTS or (command in _SPARED and self._is_spared()):
             return False
         if not self.documents.ask():
             return False

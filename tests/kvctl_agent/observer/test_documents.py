@@ -165,15 +165,19 @@ for thread in threads: thread.join()
     assert ends == [0] * 5
 
 
+@pytest.mark.parametrize("command", ["status", "health"])
 @pytest.mark.parametrize(("workers", "age_s", "asks"), [(63, 0, 1), (64, 0, 0), (64, 2, 1)])
-def test_of_many_workers_none_is_asked_for_a_state_that_is_young(workers: int, age_s: int, asks: int) -> None:
+def test_of_many_workers_none_is_asked_for_a_state_that_is_young(
+    workers: int, age_s: int, asks: int, command: str
+) -> None:
     telemetry = Telemetry("decode-0", "decode")
     region = telemetry.region
     region.publish(Document.STATE, encoded({"accepting": True}, (), ()), time.monotonic_ns() - age_s * 1_000_000_000)
     worker = worker_in_process(region, load_settings({}), lambda *_: None, None, telemetry.flush)
     worker.siblings = lambda: workers
-    assert worker.call("status")["accepting"]
+    found = worker.call(command)
+    assert found.get("status", found)["accepting"]
     assert region.cells[Cell.WANTED] == asks
     worker.documents.expire()  # an operator has changed something
-    worker.call("status")
+    worker.call(command)
     assert region.cells[Cell.WANTED] == asks + 1
