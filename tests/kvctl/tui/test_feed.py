@@ -116,8 +116,8 @@ def test_a_reading_that_takes_long_does_not_delay_the_end(run: Any) -> None:
     source, released = FakeSource(), threading.Event()
     survey = source.survey
 
-    def slow(*arguments: Any) -> Survey:
-        found = survey(*arguments)
+    def slow(calls: Sequence[Call] = (), clock_rounds: int = 1) -> Survey:
+        found = survey(calls, clock_rounds)
         released.wait(PATIENCE_S)
         return found
 
