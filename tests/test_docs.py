@@ -55,6 +55,7 @@ _OF_OTHERS = {
     "Unsupported connector type: KvctlConnector",
     "pool memory leak detected",
     "stuck, ticket 4711",
+    "unexpected keyword argument 'decode_allocation_policy'",
 }
 # What stands for something of the reader's, by what it may be.
 _STANDS_FOR = {
@@ -242,10 +243,11 @@ def test_what_cannot_be_typed_is_found() -> None:
 
 @cache
 def sources() -> str:
-    """All Python of ours, and what says how it is built."""
+    """All Python of ours, the scripts of its benchmarks, and what says how it is built."""
     folders = ("kvctl", "kvctl_agent", "tests", "examples", "benchmarks", "docs", "release")
     python = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
-    return "\n".join(path.read_text() for path in (*python, ROOT / "pyproject.toml", ROOT / "Makefile"))
+    scripts = (ROOT / "benchmarks").glob("*.sh")
+    return "\n".join(path.read_text() for path in (*python, *scripts, ROOT / "pyproject.toml", ROOT / "Makefile"))
 
 
 @cache
