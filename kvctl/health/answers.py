@@ -21,9 +21,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.@:#\[\]-]{1,512}")
 def number(row: Row, key: str) -> float | None:
     """Returns a field that is a finite number, otherwise None; booleans are not numbers."""
     value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value
+    if type(value) is float:  # tens of thousands are read for a large fleet, and isinstance takes three times as long
+        return value if math.isfinite(value) else None
+    return value if type(value) is int else None
 
 
 def amount(row: Row, key: str) -> float:
