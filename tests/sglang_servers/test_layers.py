@@ -45,10 +45,10 @@ def check(pair: tuple[Prefill, Process], alone: Undivided, prompts: Sequence[Tok
         assert first.tokens == all_.tokens[:1]
 
 
-def groups_sent(servers: Servers, *room: str) -> set[tuple[int, ...]]:
-    """Returns the layer groups of the parts that prefill ranks have sent."""
-    found = rows(servers, "layers", *room)
-    return {tuple(row["layers"]) for row in found if row["agent"].startswith("prefill")}
+def groups_sent(servers: Servers, room: int) -> set[tuple[int, ...]]:
+    """Returns the layer groups of the parts of a room, from its timeline."""
+    (shown,) = rows(servers, "rooms", "show", str(room))
+    return {tuple(event["layers"]) for event in shown["timeline"] if event["layers"] is not None}
 
 
 def test_tokens(pair: tuple[Prefill, Process], alone: Undivided) -> None:
@@ -59,7 +59,7 @@ def test_parts_are_of_layer_groups(servers: Servers, pair: tuple[Prefill, Proces
     prefill, decode = pair
     message = prefill.request(prompt(333, seed=73), 4)
     prefill.send(decode, message)
-    assert groups_sent(servers, "--room", str(message["bootstrap_room"])) == {(0, 3), (3, 6), (6, 8)}
+    assert groups_sent(servers, message["bootstrap_room"]) == {(0, 3), (3, 6), (6, 8)}
 
 
 def test_prefixes_in_both_caches(pair: tuple[Prefill, Process], alone: Undivided) -> None:
