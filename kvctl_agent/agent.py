@@ -557,7 +557,7 @@ class Agent:
         event = ev.SendRoom(room, request_id, traceparent, prefix, *prompt)
         post = _discard if fake else parts.mailbox.put
         handle = Send(room, post, region, parts.limits, parts.event_poller, prefix)
-        return self._begin(parts, handle, event, fake, begun, urgent=begun and prefix is None)
+        return self._begin(parts, handle, event, fake, begun)
 
     def receive(
         self,
@@ -622,8 +622,8 @@ class Agent:
     def batch(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for calls of one thread for many rooms, which are handled together at its end.
 
-        The control loop then makes one turn for all of them, and peers get one message. The calls themselves do not
-        change. It is meant for the milliseconds in which a scheduler passes the rooms of one forward.
+        The control loop then makes one turn for all of them, and peers get one message. It is meant for the
+        milliseconds in which a scheduler passes the rooms of one forward: do not wait for a room inside.
         """
         return self.parts.mailbox.batch()
 
@@ -734,7 +734,6 @@ class Agent:
         fake: bool,
         begun: bool,
         written: tuple[ev.Pages, ...] = (),
-        urgent: bool = True,
     ) -> H:
         """Begins a room, and returns its handle.
 
@@ -742,12 +741,11 @@ class Agent:
             parts: the components for which the handle was made: `register` in another thread replaces them.
             begun: whether the room may begin although the agent is draining.
             written: the memory that the room receives into.
-            urgent: as for `Lifecycle.open_room`.
         """
         if fake:
             parts.handles.finish(handle)
         else:
-            parts.lifecycle.open_room(parts.handles, handle, event, written, begun, urgent)
+            parts.lifecycle.open_room(parts.handles, handle, event, written, begun)
         return handle
 
     def set_pipeline(self, mode: str) -> None:

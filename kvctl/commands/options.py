@@ -368,7 +368,7 @@ def duration(least: str) -> Parsed[int]:
     def parse(text: str) -> int:
         ns = parse_seconds(text)
         if ns < parse_seconds(least):
-            raise ValueError(f"{text!r} is less than {least}")
+            raise ValueError(f"{text!r} is shorter than {least}")
         return ns
 
     return Parsed("time", parse)

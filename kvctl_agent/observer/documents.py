@@ -11,7 +11,7 @@ import contextlib
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypedDict, TypeVar
 
 import msgspec
@@ -202,33 +202,45 @@ class RegionDocuments:
         self._asked = 0
         self._asked_ns = 0
         self.expired = False  # whether an action may have changed what was published
-        self._read: dict[Document, tuple[Published, Any]] = {}
+        self._published: dict[Document, Published] = {}  # as last read
+        self._decoded: dict[Document, tuple[bytes, Any]] = {}
 
     def read(self, document: Document, kind: type[Kind]) -> Kind:
         """Returns a document as of `at_ns`; each document is always read as one kind. Unknown fields have defaults."""
         if self._builders and (build := self._builders.get(document)) is not None:
             fields, *rows = build()
             return msgspec.convert({**fields, "rows": rows}, kind)
-        known = self._read.get(document)
+        published = self._latest(document)
+        if published is None:
+            return kind()
+        encoded_value, value = self._decoded.get(document, (None, None))
+        if encoded_value != published.value:  # most are published again without a change, and decoding takes up to 1 ms
+            value = decoded(published.value, kind)
+            self._decoded[document] = published.value, value
+        return kind() if value is None else value
+
+    def _latest(self, document: Document) -> Published | None:
+        known = self._published.get(document)
         try:
-            if known is None or known[0].number != self.cells()[Cell.PUBLISHED + document]:
-                published = self._reader.document(document)
-                if published is not None:
-                    # Most are published again without a change, and decoding one takes up to 1 ms.
-                    same = known is not None and known[0].value == published.value
-                    known = published, known[1] if same and known else decoded(published.value, kind)
-                    self._read[document] = known
+            if known is None or known.number != self.cells()[Cell.PUBLISHED + document]:
+                known = self._reader.document(document) or known
+                if known is not None:
+                    self._published[document] = known
         except RegionError:  # the file was cut short
             pass
-        value: Kind | None = known[1] if known else None
-        return kind() if value is None else value
+        return known
+
+    def are_recent(self, documents: Iterable[Document], within_ns: int) -> bool:
+        """Returns whether any of these documents was published, and none of them longer than `within_ns` ago."""
+        published = [found for found in map(self._latest, documents) if found is not None]
+        return bool(published) and min(found.at_ns for found in published) >= time.monotonic_ns() - within_ns
 
     def at_ns(self, document: Document) -> int | None:
         """Returns the monotonic time as of which a document was published; None: it was not."""
         if self._builders and document in self._builders:
             return time.monotonic_ns()
-        known = self._read.get(document)
-        return None if known is None else known[0].at_ns
+        known = self._published.get(document)
+        return None if known is None else known.at_ns
 
     def ask(self) -> bool:
         """Asks the agent to publish its documents anew; returns whether `served` will tell when it has."""

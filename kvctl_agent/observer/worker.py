@@ -34,7 +34,11 @@ ACTIONS = frozenset({"abort", "release", "forget", "drain", "resume", "set", "pr
 
 _MANY, _RECENT_NS = 64, 1_500_000_000  # agents publish their state once a second
 _WITHOUT_DOCUMENTS = frozenset({"events", "history", "slow", "layers", "nics", "cost"})
-_SPARED = frozenset({"status", "health"})  # what many agents are asked at once
+# What many agents are asked at once, and the documents with ages that it reads.
+_SPARED = {
+    "status": (Document.STATE,),
+    "health": (Document.STATE, Document.PEERS, Document.STAGING, Document.ROOMS),
+}
 _LATE_TURN_NS = 1_000_000_000  # a loop that is later than this publishes nothing in time
 _SHORTEST_S, _LONGEST_S = 0.25, 1.0  # between looks at a log: while something is written, and otherwise
 
@@ -259,7 +263,7 @@ class Worker:
 
     def _asks(self, command: str) -> bool:
         """Asks for documents that a command needs; returns whether to wait for them."""
-        if self.ended or command in _WITHOUT_DOCUMENTS or (command in _SPARED and self._is_spared()):
+        if self.ended or command in _WITHOUT_DOCUMENTS or self._is_spared(command):
             return False
         if not self.documents.ask():
             return False
@@ -267,14 +271,12 @@ class Worker:
         turn_ns = cells[Cell.TURN_NS] or cells[Cell.CALL_NS]  # without a control loop the engine's turns publish
         return time.monotonic_ns() - turn_ns < _LATE_TURN_NS
 
-    def _is_spared(self) -> bool:
-        """Returns whether its last state will do, as publishing it anew would cost many workers 0.4 ms each."""
-        if self.siblings() < _MANY:
+    def _is_spared(self, command: str) -> bool:
+        """Returns whether its last documents will do, as publishing them anew would cost many workers 0.4 ms each."""
+        if command not in _SPARED or self.siblings() < _MANY or self.documents.expired:
             return False
         self._look.begin(self.service.moment())
-        self.rank.state()
-        at_ns = self.documents.at_ns(Document.STATE)
-        return not self.documents.expired and at_ns is not None and time.monotonic_ns() - at_ns < _RECENT_NS
+        return self.documents.are_recent(_SPARED[command], _RECENT_NS)
 
     def _carry_out(self, command: str, arguments: dict[str, Any]) -> Any:
         if self.ended:

@@ -77,19 +77,20 @@ class Mailbox:
         """Returns the descriptor to poll."""
         return self._fd
 
-    def put(self, *events: ev.Event, wake: bool = True) -> None:
-        """Queues events and wakes the loop. Events queued after `close` are never read.
-
-        Args:
-            wake: False for an event that may wait for the loop's next turn, which begins within 0.1 s.
-        """
+    def put(self, *events: ev.Event) -> None:
+        """Queues events and wakes the loop. Events queued after `close` are never read."""
         self._events.extend(events)
-        if wake:
-            self.wake()
+        self.wake()
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Returns a context in which the calling thread does not wake the loop, but once at its end."""
+        """Returns a context that wakes the loop once, at its end, for all that the calling thread puts or wakes in it.
+
+        A context inside another one of the same thread does nothing; one of another thread ends this one early.
+        """
+        if self._batching == threading.get_ident():
+            yield
+            return
         self._batching = threading.get_ident()
         try:
             yield

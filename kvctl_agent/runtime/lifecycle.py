@@ -303,12 +303,10 @@ class Lifecycle:
         event: ev.Event,
         written: tuple[ev.Pages, ...],
         begun: bool,
-        urgent: bool = True,
     ) -> None:
         """Adds the handle of a new room to the registry for which it was made, and posts the event that opens it.
 
-        From then on the room ends at the latest with the registry: no `unregister` or `close` overlooks it. If nothing
-        follows from the event before a peer's message, it is not `urgent` and does not wake the control loop.
+        From then on the room ends at the latest with the registry: no `unregister` or `close` overlooks it.
 
         Raises:
             LocalProtocolError: as `check_takes` and `HandleRegistry.add`.
@@ -316,7 +314,7 @@ class Lifecycle:
         with self._lock:
             self.check_takes(self._role, begun=begun)
             handles.add(handle, written)
-            self._mailbox.put(event, wake=urgent)
+            self._mailbox.put(event)
 
     def post(self, event: ev.Event) -> None:
         """Posts an event that adds no handle; raises LocalProtocolError unless the agent is running or draining."""

@@ -105,8 +105,9 @@ def forward_of(scheduler: Any, batch: Any) -> Forward | None:
             split_forward=_can_split(scheduler, _states(sender)),
         )
         grouping = sender.kv_mgr.agent.layer_groups(forward)
-        for req in fresh:
-            req.disagg_kv_sender.announce(grouping.groups, forward.average_tokens)
+        with sender.kv_mgr.agent.batch():
+            for req in fresh:
+                req.disagg_kv_sender.announce(grouping.groups, forward.average_tokens)
     of_requests = [each for req in requests if (each := _pages_of(scheduler, req)) is not None]
     if not of_requests:
         return None
@@ -207,14 +208,15 @@ class Forward:
             each.end()
 
     def _pass_until(self, layer: int, stream: Any) -> None:
-        event = None
-        if self._requests[0].sender.kv_mgr.on_gpu:
+        event, manager = None, self._requests[0].sender.kv_mgr
+        if manager.on_gpu:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream or torch.cuda.current_stream())
         while self._edges and self._edges[-1] <= layer:
             self._edges.pop()
-        for each in self._requests:
-            each.pass_until(layer, event)
+        with manager.agent.batch():
+            for each in self._requests:
+                each.pass_until(layer, event)
 
     def _fail(self, cause: str) -> None:
         """Fails the requests of the batch; the forward goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -12,8 +13,8 @@ from kvctl_agent.integrations.observe.hooks import before
 
 # Methods in which the scheduler passes the pages of all requests of a forward, or opens the rooms of all that fit.
 _BATCHES = (
-    ("sglang.srt.managers.scheduler", "Scheduler", "process_batch_result_disagg_prefill"),
-    ("sglang.srt.disaggregation.decode", "DecodePreallocQueue", "pop_preallocated"),
+    ("sglang.srt.disaggregation.prefill:SchedulerDisaggregationPrefillMixin", "process_batch_result_disagg_prefill"),
+    ("sglang.srt.disaggregation.decode:DecodePreallocQueue", "pop_preallocated"),
 )
 
 _watched: dict[Callable[[], None], Callable[[], AbstractContextManager[None]]] = {}
@@ -30,10 +31,9 @@ def watch(note: Callable[[], None], batch: Callable[[], AbstractContextManager[N
     if module is not None and "_kvctl_turns" not in vars(module.Scheduler):
         module.Scheduler._kvctl_turns = True
         before(module.Scheduler, "ingest_requests", _turn)
-        for name, owner, method in _BATCHES:
-            target = getattr(sys.modules.get(name), owner, None)
-            if (original := getattr(target, method, None)) is not None:
-                setattr(target, method, _batched(original))
+        for name, method in _BATCHES:
+            owner = pkgutil.resolve_name(name)
+            setattr(owner, method, _batched(getattr(owner, method)))
     _watched[note] = batch
 
 

@@ -38,6 +38,12 @@ INTERFACES: Mapping[str, tuple[str, ...]] = {
         "state_indices",
         "metadata_kwargs",
     ),
+    f"{_D}.prefill:SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill": (
+        "self",
+        "batch",
+        "result",
+    ),
+    f"{_D}.decode:DecodePreallocQueue.pop_preallocated": ("self", "rids_to_check", "pp_good_rids", "pp_bad_rids"),
     f"{_D}.role_switch:_reject_reason": ("scheduler", "new_role"),
     f"{_D}.common.conn:CommonKVManager": ("args", "disaggregation_mode", "server_args", "is_mla_backend"),
     f"{_D}.common.conn:CommonKVManager.register_to_bootstrap": ("self",),

@@ -222,6 +222,8 @@ class ConnectorWorker:
 
     def begin(self, meta: KvctlMetadata) -> None:
         """Begins, opens and ends rooms, before the forward of a step."""
+        if meta.receives and self._kv_cache_config.needs_kv_cache_zeroing and self._pool.pool.device is not None:
+            torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
         with self._batch():
             for request in meta.sends:
                 self._requests[request.request] = request
@@ -232,8 +234,6 @@ class ConnectorWorker:
             for name, blocks in meta.cached:
                 if send := self._sends.get(name):
                     self._attempt(send, partial(self._pass_cached, send, blocks, event))
-            if meta.receives and self._kv_cache_config.needs_kv_cache_zeroing and self._pool.pool.device is not None:
-                torch.cuda.current_stream().synchronize()  # vLLM zeroes the blocks of this step there
             for receive in meta.receives:
                 self._receives[receive.request] = self._receive(receive)
                 self._received_from[receive.request] = receive
@@ -287,11 +287,11 @@ class ConnectorWorker:
     def _pass(self, layers: range | None) -> None:
         """Passes the pages of the step in one layer group; None: in all layers."""
         event = self._event()
-        for computed in self._step.computed:
-            send = self._sends.get(computed.request)
-            if send is None or send.state.finished:
-                continue
-            self._attempt(send, partial(self._pass_computed, send, computed, layers, event))
+        with self._batch():
+            for computed in self._step.computed:
+                send = self._sends.get(computed.request)
+                if send is not None and not send.state.finished:
+                    self._attempt(send, partial(self._pass_computed, send, computed, layers, event))
 
     def _pass_cached(self, send: Send, blocks: Blocks, event: Any) -> None:
         pages, groups = self._pool.pages(blocks)

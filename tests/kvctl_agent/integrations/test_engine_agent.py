@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvctl_agent import EngineAgent, KVPool, ModelShape, Rank, RoomState, rank_name
+from kvctl_agent import EngineAgent, KVPool, ModelShape, Rank, RoomState, gil, rank_name
 from kvctl_agent.contract.config import KEYS_BY_NAME
 from kvctl_agent.contract.snapshots import Integration
 from kvctl_agent.errors import ConfigError, MemoryLayoutError
@@ -112,6 +112,20 @@ class TestEngineAgent:
             send.abort("over")
             assert send.wait(10) is RoomState.FAILED
             assert not made.is_sending(6)
+
+    def test_calls_of_a_batch_wake_the_control_loop_at_its_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        woken: list[int] = []
+        write = gil.eventfd_write
+        monkeypatch.setattr(gil, "eventfd_write", lambda fd: (woken.append(fd), write(fd)))
+        with agent().start() as made:
+            loop = made.parts.mailbox.fileno()
+            with made.batch():
+                sends = [made.send(room) for room in range(1, 9)]
+                for send in sends:
+                    send.abort("over")
+                assert loop not in woken
+            assert loop in woken
+            assert {send.wait(10) for send in sends} == {RoomState.FAILED}
 
 
 def test_every_configuration_key_can_be_an_argument() -> None:

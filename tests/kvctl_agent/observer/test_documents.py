@@ -165,6 +165,22 @@ for thread in threads: thread.join()
     assert ends == [0] * 5
 
 
+def test_health_is_no_older_than_any_of_its_documents() -> None:
+    """A peer that was heard just before its row was published is not one that was silent for the time since."""
+    telemetry = Telemetry("decode-0", "decode")
+    region, empty = telemetry.region, encoded({}, (), ())
+    region.publish(Document.STATE, empty, time.monotonic_ns())
+    region.publish(Document.PEERS, empty, time.monotonic_ns() - 2_000_000_000)
+    worker = worker_in_process(region, load_settings({}), lambda *_: None, None, telemetry.flush)
+    worker.siblings = lambda: 1000
+    for command, asked in (("status", 0), ("health", 1)):
+        worker.call(command)
+        assert region.cells[Cell.WANTED] == asked
+    region.publish(Document.PEERS, empty, time.monotonic_ns())
+    worker.call("health")
+    assert region.cells[Cell.WANTED] == 1
+
+
 @pytest.mark.parametrize("command", ["status", "health"])
 @pytest.mark.parametrize(("workers", "age_s", "asks"), [(63, 0, 1), (64, 0, 0), (64, 2, 1)])
 def test_of_many_workers_none_is_asked_for_a_state_that_is_young(

@@ -46,14 +46,6 @@ def test_wake_alone_wakes(mailbox: Mailbox) -> None:
     assert not readable(mailbox)
 
 
-def test_an_event_that_may_wait_does_not_wake_and_is_taken_with_the_next(mailbox: Mailbox) -> None:
-    mailbox.put(ev.SendRoom(1), wake=False)
-    assert not readable(mailbox)
-    mailbox.put(ev.SendRoom(2))
-    assert readable(mailbox)
-    assert rooms(mailbox.take()) == [1, 2]
-
-
 def test_a_batch_wakes_once_at_its_end_even_if_it_fails(mailbox: Mailbox) -> None:
     def fail() -> None:
         with mailbox.batch():
@@ -69,6 +61,14 @@ def test_a_batch_wakes_once_at_its_end_even_if_it_fails(mailbox: Mailbox) -> Non
     with mailbox.batch():
         pass
     assert not readable(mailbox), "nothing was put"
+
+
+def test_a_batch_inside_a_batch_ends_with_it(mailbox: Mailbox) -> None:
+    with mailbox.batch():
+        with mailbox.batch():
+            mailbox.put(ev.SendRoom(1))
+        assert not readable(mailbox)
+    assert readable(mailbox)
 
 
 def test_a_batch_of_one_thread_delays_no_event_of_another(mailbox: Mailbox) -> None:

@@ -45,14 +45,15 @@ def agents() -> Iterator[list[Agent]]:
 def sglang(monkeypatch: pytest.MonkeyPatch, agents: list[Agent]) -> Any:
     """Stand-ins of SGLang's scheduler and decode queue, in their modules."""
 
-    class Scheduler:
-        def ingest_requests(self, stop_at_pause: bool = False) -> list[bool]:
-            return [stop_at_pause]
-
+    class SchedulerDisaggregationPrefillMixin:
         def process_batch_result_disagg_prefill(self, batch: int, result: int) -> tuple[int, list[bool]]:
             if result < 0:
                 raise ValueError(result)
             return batch + result, [agent.open for agent in agents]
+
+    class Scheduler(SchedulerDisaggregationPrefillMixin):
+        def ingest_requests(self, stop_at_pause: bool = False) -> list[bool]:
+            return [stop_at_pause]
 
     class DecodePreallocQueue:
         def pop_preallocated(self, **options: int) -> tuple[dict[str, int], list[bool]]:
@@ -61,6 +62,9 @@ def sglang(monkeypatch: pytest.MonkeyPatch, agents: list[Agent]) -> Any:
     scheduler: Any = ModuleType("sglang.srt.managers.scheduler")
     scheduler.Scheduler = Scheduler
     monkeypatch.setitem(sys.modules, scheduler.__name__, scheduler)
+    prefill: Any = ModuleType("sglang.srt.disaggregation.prefill")
+    prefill.SchedulerDisaggregationPrefillMixin = SchedulerDisaggregationPrefillMixin
+    monkeypatch.setitem(sys.modules, prefill.__name__, prefill)
     decode: Any = ModuleType("sglang.srt.disaggregation.decode")
     decode.DecodePreallocQueue = DecodePreallocQueue
     monkeypatch.setitem(sys.modules, decode.__name__, decode)

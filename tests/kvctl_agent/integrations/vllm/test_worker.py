@@ -7,7 +7,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,6 +172,35 @@ class TestOrders:
         pair.arrived(name)
         pair.sent(name)
         assert name not in pair.prefill.jobs
+
+    def test_calls_for_the_rooms_of_a_step_are_in_batches(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        open_batches: list[Any] = []
+        calls: list[bool] = []
+
+        def watch(agent: Any) -> None:
+            batch, mailbox = agent.batch, agent.parts.mailbox
+            put = mailbox.put
+
+            @contextmanager
+            def watched() -> Iterator[None]:
+                with batch():
+                    open_batches.append(agent)
+                    yield
+                    open_batches.remove(agent)
+
+            monkeypatch.setattr(agent, "batch", watched)
+            monkeypatch.setattr(mailbox, "put", lambda *events: (calls.append(agent in open_batches), put(*events)))
+
+        for agent in (*pair.prefill.agents, *pair.decode.agents):
+            watch(agent)
+        name = pair.to_decode(pair.to_prefill("batch"))
+        pair.decode.receive(name)
+        pair.prefill.step({name: 100})
+        pair.prefill.finish(name)
+        pair.received(name)
+        pair.sent(name)
+        assert len(calls) >= 4, "send, receive, pages and finish"
+        assert all(calls)
 
     def test_a_step_that_computes_nothing_ends_when_a_room_does(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
