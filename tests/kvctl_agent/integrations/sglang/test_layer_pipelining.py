@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +65,7 @@ class Scheduler:
         rows = torch.arange(8)[:, None] * 1600 + torch.arange(1600)[None, :]
         self.req_to_token_pool = SimpleNamespace(req_to_token=rows.to(torch.int32))
         self.forwards: list[Any] = []
-        self.agent = SimpleNamespace(layer_groups=self.layer_groups)
+        self.agent = SimpleNamespace(layer_groups=self.layer_groups, batch=nullcontext)
 
     def layer_groups(self, forward: Any) -> Grouping:
         self.forwards.append(forward)
