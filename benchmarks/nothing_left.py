@@ -32,7 +32,6 @@ from benchmarks.leaks.slope import slope, sparkline
 SIZES = {"prefill": 2, "decode": 1}
 TOMBSTONES_S = 10.0  # short, so that their number is constant before memory is measured
 START_S = 60.0
-ENGINE_THREADS_S = 3.0
 # A thread's local variables still refer to objects that it has finished with, such as its last event.
 STRAY_OBJECTS = 64
 MEMORY_PER_1000 = 128 << 10  # bytes, 131 per room: heap sizes vary, and Python objects are counted exactly

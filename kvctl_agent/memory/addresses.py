@@ -111,15 +111,6 @@ class SegmentAddresses:
             return 0
         return (pages - 1) * page + (rows * self.split - 1) * row + (self.shard.heads - 1) * head + head_bytes
 
-    def contiguous(self, plane: int) -> bool:
-        """Returns whether a plane is contiguous, as `[num_slots, rows, heads, head_bytes]`."""
-        _, rows, head_bytes = self.shard.segment.planes[plane]
-        page, row, head = self.strides[plane]
-        rows *= self.split
-        axes = (self.num_slots // self.split, page), (rows, row), (self.shard.heads, head)
-        expected = rows * self.row_bytes(plane), self.row_bytes(plane), head_bytes
-        return all(count == 1 or stride == wanted for (count, stride), wanted in zip(axes, expected, strict=True))
-
     def page_steps(self, plane: int) -> PageSteps:
         """Returns the distances of the transfer pages of a plane."""
         return PageSteps(self.strides[plane].page, self.split, self.split_stride(plane))

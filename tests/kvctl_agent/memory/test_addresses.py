@@ -164,14 +164,6 @@ class TestStrides:
         assert rows[4 * 5 + 3] == 1000 + 5 * page + 3 * row + 2 * head
         assert where.extent(0) == rows[-1] + 8 - 1000
 
-    def test_a_plane_is_contiguous_if_nothing_is_between_its_pages(self) -> None:
-        assert [name for name in LAYOUTS if strided(name).contiguous(0)] == ["nhd"]
-        shard = strided("nhd").shard
-        one_head = SegmentAddresses(shard._replace(head_hi=1), 6, ((1000,),), (PlaneStrides(32, 8, 99),))
-        assert one_head.contiguous(0), "the stride of the only head does not matter"
-        half = shard._replace(segment=replace(shard.segment, planes=(Plane("k", 2, 8),)))
-        assert strided("nhd").at(half, 2).contiguous(0)
-
     def test_strides_travel_and_split_does_not(self) -> None:
         whole = PoolAddresses((strided("hnd"),), (), (), 0)
         shards = tuple(segment.shard for segment in whole.segments)

@@ -127,11 +127,3 @@ def run_until(world: World, kind: str) -> None:
     """Executes items until only items of this kind can happen."""
     while places := [place for place in world.ready() if world.pool[place].kind != kind]:
         world.happen(world.pool.pop(places[0]))
-
-
-def dropped(world: World, name: str, reason: str) -> float:
-    return world.machines[name].telemetry.metrics.total("kvctl_control_dropped_total", reason)
-
-
-def tags_dropped(world: World, reason: str) -> float:
-    return world.d().telemetry.metrics.total("kvctl_tags_dropped_total", reason)

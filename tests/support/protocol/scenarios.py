@@ -33,7 +33,6 @@ SHAPES = {
         states=(StateShape("conv", (0, 0, 2), 3, 1, 16), StateShape("ssm", (1, 3), 2, 4, 16)),
     ),
 }
-COMPONENTS = {name: len(shape.states) for name, shape in SHAPES.items()}
 
 
 def side(dice: random.Random, layers: int, most: int, *, cp: Sequence[int]) -> ParallelConfig:
