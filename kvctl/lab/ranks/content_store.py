@@ -112,14 +112,18 @@ class WrittenPage(NamedTuple):
 class Store(ABC):
     """Writes and checks the content of one rank's pool."""
 
-    step_bytes: ClassVar[int]  # of pages that are compared at once
+    step_bytes: ClassVar[int]  # of pages that are written or compared at once
 
     def fill(self, view: PlaneView, pages: Pages, bases: Words) -> None:
         """Writes the test pattern into all pages of a room in every layer; `bases` are its `pattern.row_bases`."""
-        dense = _dense(view, len(pages))
+        step, by_page = self._step(view), bases.reshape(-1, view.rows.per_page * view.rows.heads)
+        order = np.argsort(pages)  # pages that are adjacent on a device are copied to it at once
         for plane, place in self._planes(view):
-            view.writer.fill(dense, bases, plane)
-            self._write(view, place, pages, dense)
+            for first in range(0, len(pages), step):
+                some = order[first : first + step]
+                dense = _dense(view, len(some))
+                view.writer.fill(dense, by_page[some].reshape(-1), plane)
+                self._write(view, place, pages[some], dense)
 
     def check(
         self, view: PlaneView, pages: Pages, bases: Words, firsts: Sequence[int], count: int
@@ -156,7 +160,7 @@ class Store(ABC):
                     break
 
     def _step(self, view: PlaneView) -> int:
-        """Returns the number of pages to compare at once."""
+        """Returns the number of pages to write or compare at once."""
         return max(1, self.step_bytes // view.rows.page_bytes)
 
     @abstractmethod

@@ -11,7 +11,7 @@ import pytest
 from kvctl.lab.ranks import content as of_content
 from kvctl.lab.ranks import content_store
 from kvctl.lab.ranks.content import Content, allocate_pool
-from kvctl.lab.ranks.content_store import HostStore, PlaneView
+from kvctl.lab.ranks.content_store import PlaneView
 from kvctl.lab.ranks.messages import Room, Start
 from kvctl.lab.ranks.pattern import POISON, Bytes
 from kvctl.lab.ranks.plan import PlannedGroup, PlannedShape, PlannedState
@@ -198,8 +198,8 @@ def test_pages_of_a_failed_room_may_hold_anything(content: Content):
     assert verify(content, "full", failed={1000}) == {**verify(content, "full", {1000}), "rooms": 1, "mismatches": []}
 
 
-def test_rooms_of_more_pages_than_are_compared_at_once(content: Content, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(HostStore, "step_bytes", 1)
+def test_rooms_of_more_pages_than_are_written_or_compared_at_once(content: Content, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(content.store), "step_bytes", 1)
     receive(content)
     assert verify(content, "full")["mismatches"] == []
     last = len(content.pages(1000)) - 1
