@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -136,8 +137,19 @@ def wrong(refused: dict[str, str], code: int, kvctl: Any) -> list[tuple[str, Any
 
 
 @pytest.mark.parametrize("code", REFUSED)
-def test_what_cannot_be_asked_is_refused_with_words_that_help(code: int, fleet: Any, kvctl: Any) -> None:
+def test_what_cannot_be_asked_is_refused_with_words_that_help(
+    code: int, start: Any, canned: ModuleType, kvctl: Any
+) -> None:
+    done: list[dict[str, Any]] = []
+
+    def change(args: dict[str, Any]) -> list[Any]:
+        done.append(args)
+        return []
+
+    for name in canned.FLEET:
+        start(name, dict.fromkeys(canned.operations(name), change))
     assert wrong(REFUSED[code], code, kvctl) == []
+    assert done == []
 
 
 def test_what_cannot_be_started_is_refused_with_words_that_help(kvctl: Any) -> None:
