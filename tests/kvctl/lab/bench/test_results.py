@@ -215,6 +215,7 @@ def test_what_nobody_looked_at_is_not_verified():
     collected = results(trial(), verify="off")
     assert collected.verified is None
     assert outcome(collected).document()["verified"] is None
+    assert "nothing was verified" in on_terminal(collected)
 
 
 def test_a_bench_that_was_cut_short_before_its_first_trial_has_no_rows():
