@@ -1,7 +1,7 @@
 """Any legal pair of layouts moves verified bytes, on both engines: every combination of `matrix_rig/combinations.py`.
 
-What landed is verified as `kvctl bench` does, and compared with what the plan says. Run one alone with `-k` and its
-name.
+What landed is verified as `kvctl bench` does, and compared with what the plan says; the pools of prefill ranks must not
+have changed. Run one alone with `-k` and its name.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def test_several_prefill_instances_serve_one_decode_instance(
 def check(both: Callable[..., list[Any]], directory: Path, case: Case) -> None:
     """Runs a case; what was verified and what the agents counted is what the plan says."""
     with ExitStack() as stack:
-        prefill, decode = PrefillRanks(case, directory), DecodeRanks(case, directory)
-        for ranks in (prefill, decode):
-            stack.callback(ranks.close)
+        prefill = PrefillRanks(case, directory)
+        stack.callback(prefill.close)
+        decode = DecodeRanks(case, directory)
+        stack.callback(decode.close)
         both(Ranks.meet, (prefill, decode))
         sent, landed = both(lambda ranks: ranks.run(), (prefill, decode))
-        nbytes, problems = decode.check()
-    assert problems == []
+        (_, changed), (nbytes, problems) = both(Ranks.check, (prefill, decode))
+    assert changed + problems == []
     wanted = expected(case)
     assert nbytes == wanted.kv_bytes + wanted.state_bytes, "other bytes were verified than are owed"
     for side in (sent, landed):

@@ -1,4 +1,4 @@
-"""The input of the two processes: two layouts, a model, and the transfer of its rooms."""
+"""The input of a run: two layouts, a model, and the transfer of its rooms."""
 
 from __future__ import annotations
 

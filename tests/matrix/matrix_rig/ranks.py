@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ class WentWrong(Exception):
 
 
 class Checked(NamedTuple):
-    """Result of the verification on the decode ranks: bytes compared, and errors."""
+    """Result of the verification of one role's pools: bytes compared, and errors."""
 
     nbytes: int
     problems: list[str]
@@ -131,6 +132,19 @@ class Ranks(ABC):
                 total.update({(name, label): value for label, value in values.items() if value})
         return total
 
+    def check(self) -> Checked:
+        """Compares every pool with the expected contents and poison elsewhere."""
+        nbytes, problems = 0, []
+        for rank in self.ranks:
+            report = verify(rank.content, "full")
+            nbytes += report["bytes"]
+            problems += [
+                f"{rank.start.name}: room {wrong['room']} {wrong['where']}: {wrong['found']}, not {wrong['expected']}: "
+                f"{wrong['hint']}"
+                for wrong in report["mismatches"]
+            ]
+        return Checked(nbytes, problems)
+
     def close(self) -> None:
         """Closes all agents."""
         with ThreadPoolExecutor(8) as pool:
@@ -144,6 +158,9 @@ class PrefillRanks(Ranks):
     def __init__(self, case: Case, directory: Path) -> None:
         super().__init__(case, "prefill", directory)
         for rank in self.ranks:
+            # They compute what decode has cached as well.
+            rank.content.take([replace(room, prefix_tokens=0) for room in rank.content.rooms.values()])
+            rank.content.poison()
             rank.content.fill(0)
 
     def owns(self, room: Room, start: Start) -> bool:
@@ -200,19 +217,6 @@ class DecodeRanks(Ranks):
             state_indices=rank.content.states(room.number),
             prefill_only=alone,
         )
-
-    def check(self) -> Checked:
-        """Compares every pool with the expected contents and poison elsewhere."""
-        nbytes, problems = 0, []
-        for rank in self.ranks:
-            report = verify(rank.content, "full")
-            nbytes += report["bytes"]
-            problems += [
-                f"{rank.start.name}: room {wrong['room']} {wrong['where']}: {wrong['found']}, not {wrong['expected']}: "
-                f"{wrong['hint']}"
-                for wrong in report["mismatches"]
-            ]
-        return Checked(nbytes, problems)
 
 
 def _rings_of(nbytes: int) -> Callable[..., RingMemory]:
