@@ -114,7 +114,9 @@ class TestAdjacentPlanes:
             whole = source.regions()[0].array()
             whole[:] = np.random.default_rng(0).integers(0, 256, whole.nbytes, np.uint8)
             pair: Any = SimpleNamespace(
-                source=SimpleNamespace(raw=whole), target=SimpleNamespace(raw=target.regions()[0].array())
+                source=SimpleNamespace(raw=whole),
+                target=SimpleNamespace(raw=target.regions()[0].array()),
+                staged=lambda: bytes(share.payload_bytes(len(src), 2)),
             )
             transport: Any = Copies(pair)
             connection = PeerConnection("reader", transport, source, target.addresses(), 0)
