@@ -103,7 +103,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Pending:
-    """A request without a reply. `carrier`: whose connection it takes: that of the agent itself, or of its observer."""
+    """A request without a reply; `carrier` is the agent or the observer whose connection it takes."""
 
     index: int
     flight: _Flight
