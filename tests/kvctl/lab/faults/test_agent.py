@@ -74,6 +74,7 @@ def test_a_bad_line(make_fleet: Any, transport: str) -> None:
     assert run_rooms(fleet) == 24
     for name in ("control-loss", "control-dup", "control-reorder", "control-truncate", "control-garbage"):
         assert struck(fleet, name), name
+    assert fleet.total(fleet.prefill + fleet.decode, "kvctl_control_resends_total") > 0
 
 
 def test_a_bad_line_from_the_first_hello_on(make_fleet: Any) -> None:
