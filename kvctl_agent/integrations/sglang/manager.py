@@ -40,6 +40,7 @@ _MIN_S, _MAX_S = 0.1, 86400.0  # limits of the settings that are durations
 _MOST_MISFITS = 256
 _MOST_DECLINES = 16  # at a time; each takes a thread, and seconds if the servers do not answer
 _UNDECLINED = "kvctl: decode servers may wait for room %s, which was refused: %s"
+_FAILED_ELSEWHERE = "failed on another rank of this server, which knows why"
 _LOOK_UP_S = 2.0  # how often a prefill server that is not connected is looked up, on the scheduler's thread
 
 _Room = TypeVar("_Room", Send, Receive)
@@ -301,14 +302,20 @@ class KvctlKVManager(CommonKVManager):
         with self._open_lock:
             self._open.pop(room, None)
 
-    def end(self, room: int, handle: Send | Receive | None) -> None:
-        """Forgets a room that SGLang has cleared; aborts it unless it has ended, or all is sent."""
+    def end(self, room: int, handle: Send | Receive | None, state: int | None) -> None:
+        """Forgets a room that SGLang has cleared; aborts it unless it has ended, or all is sent.
+
+        Args:
+            state: in which SGLang ended the request. It fails one on all ranks as soon as one rank has failed, perhaps
+                before the agents of the others know why.
+        """
         self.forget(room)
         if handle is None or handle.state.finished:
             return
         if not isinstance(handle, Send) or not handle.sent:
+            otherwise = _FAILED_ELSEWHERE if state == KVPoll.Failed else "cleared by the scheduler"
             with self.failure_lock:
-                cause = self.failure_records.get(room, "cleared by the scheduler")
+                cause = self.failure_records.get(room, otherwise)
             handle.abort(cause)
 
     def record_failure(self, bootstrap_room: int, failure_reason: str) -> None:

@@ -132,7 +132,7 @@ class KvctlKVReceiver(Receiver):
     def _clear(self) -> None:
         if self._listed:  # SGLang clears a receiver again when it releases its pages
             self._listed = False
-            self.kv_mgr.end(self.bootstrap_room, self._handle)
+            self.kv_mgr.end(self.bootstrap_room, self._handle, self.conclude_state)
             super()._clear()
 
     def failure_exception(self) -> None:

@@ -162,7 +162,7 @@ class KvctlKVSender(Sender):
         self.deferred_free.free()
         if self._listed:
             self._listed = False
-            self.kv_mgr.end(self.bootstrap_room, self._handle)
+            self.kv_mgr.end(self.bootstrap_room, self._handle, self.conclude_state)
             super().clear()
 
     def failure_exception(self) -> None:

@@ -192,6 +192,18 @@ def begin_beside_endings(scheduler: Any) -> list[int]:
     return found
 
 
+def end_unfinished(scheduler: Any) -> list[str]:
+    """Clears rooms that SGLang ended while its agent knew no end of them; returns the causes that peers are told."""
+    manager, causes = scheduler.kv_manager, []
+    for state, known in ((0, None), (0, "pages are missing"), (None, None)):  # 0: failed
+        if known is not None:
+            manager.fail(7, known)
+        handle = SimpleNamespace(room=7, state=RoomState.TRANSFERRING, abort=causes.append)
+        manager.end(7, handle, state)
+        manager.withdraw(7)
+    return causes
+
+
 def decline_many(scheduler: Any) -> int:
     """Declines 40 rooms while no bootstrap server answers; returns the number of threads that this takes."""
     manager, answered = scheduler.kv_manager, threading.Event()

@@ -72,13 +72,16 @@ def test_another_prompt_at_decode_fails_the_room_on_every_rank_of_both_servers()
         ]
         outcome = pair.transfer([*rooms, *FINE], window=8)
         check_others(outcome, {room.room for room in rooms})
-        assert "this side computes a prompt of 90 tokens, decode" in outcome.reasons(1, "decode")
+        # SGLang fails a request on all ranks as soon as one has failed, perhaps before the others' agents know why;
+        # decode then has the cause from whichever rank of prefill tells first.
+        elsewhere = "failed on another rank of this server"
+        at_decode = outcome.reasons(1, "decode")
+        assert "this side computes a prompt of 90 tokens, decode" in at_decode or elsewhere in at_decode
         reasons = outcome.reasons(1, "prefill")
-        # SGLang fails a request on all ranks as soon as one has failed, perhaps before its own agent has said why.
         assert reasons.count("expects 96") >= 1
         assert reasons.count("expects 96") + reasons.count("from another rank") == CASE.prefill.tp
-        assert "a prompt of 96 tokens" in outcome.reasons(2, "decode")
-        assert "this side computes another prompt than decode" in outcome.reasons(3, "decode")
+        for room, cause in ((2, "a prompt of 96 tokens"), (3, "this side computes another prompt than decode")):
+            assert cause in (told := outcome.reasons(room, "decode")) or elsewhere in told
         pair.transfer(FINE).check()
 
 

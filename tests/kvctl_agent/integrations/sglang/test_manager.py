@@ -92,3 +92,10 @@ def test_requests_at_wrong_dp_ranks_take_a_bounded_number_of_threads(pair: PDPai
 def test_the_end_of_a_room_is_not_taken_for_that_of_the_next_one_with_its_number(pair: PDPair) -> None:
     served = pair.call("prefill", managers.begin_beside_endings)
     assert {tuple(states) for states in served.values()} == {(RoomState.BOOTSTRAPPING, RoomState.FAILED)}
+
+
+def test_peers_are_told_why_a_room_ended_that_sglang_failed_on_another_rank_first(pair: PDPair) -> None:
+    told = pair.call("prefill", managers.end_unfinished)
+    failed, known, cleared = next(iter(told.values()))
+    assert failed == "failed on another rank of this server, which knows why"
+    assert (known, cleared) == ("pages are missing", "cleared by the scheduler")
