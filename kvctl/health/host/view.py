@@ -63,13 +63,15 @@ def _packages() -> dict[str, str]:
     return {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions() if found.name}
 
 
-def sglang_problem(python: str, environ: Mapping[str, str]) -> str:
+def sglang_problem(python: str, environ: Mapping[str, str], timeout_s: float = _IMPORT_S) -> str:
     """Returns why kvctl's plugin does not fit the SGLang that a Python imports, with the first cause; "" if it fits."""
     command = [python, "-P", "-W", "ignore", "-m", "kvctl_agent.integrations.sglang.versions"]
     try:
-        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_IMPORT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except OSError as error:
         return f"SGLang cannot be imported: {error}"
+    except subprocess.TimeoutExpired:
+        return f"importing SGLang takes longer than {timeout_s:g} s: this host is busy, or an import hangs"
     told = (ended.stdout.strip() or ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()
     return told[-1] if ended.returncode else ""
 

@@ -24,7 +24,6 @@ CHECKED_TOKENS = 16
 """Tokens that are generated after each prompt whose tokens are compared."""
 _LEAST_REQUESTS, _REQUESTS_A_SLOT = 12, 3
 _WARM_UP = -1  # in place of the number of a round
-_MAX_PROBLEMS = 3
 
 Round = Mapping[str, Any]
 

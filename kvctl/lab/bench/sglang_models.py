@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvctl.lab.models import find_model
+from kvctl.lab.ranks.request import Sizes
 from kvctl_agent.errors import UnknownModel
 
 MODEL_SIZES = ("layers", "kv_heads", "head_dim")
@@ -26,6 +28,8 @@ _TINY = {
 _VOCABULARY = 32000
 _COMMON_VOCABULARY = 1000  # which models have whose vocabulary is not known
 _LEAST_POSITIONS = 4096
+_CONFIGS = ("config.json", "params.json")  # the latter in Mistral's own format
+_VENDOR_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class Model(NamedTuple):
@@ -69,6 +73,29 @@ def model_of(name: str | None, sizes: Mapping[str, int], cuda: bool, longest: in
         raise ValueError(f"{llama['heads']} query heads cannot share {llama['kv_heads']} KV heads: change --kv-heads")
     shown = {"model": f"random {label}", "kind": "mha", "dtype": llama["dtype"]}
     return Model("", {**shown, **{each: llama[each] for each in MODEL_SIZES}}, llama["vocabulary"], llama)
+
+
+def missing(model: Model) -> str:
+    """Returns why there is no checkpoint in the folder that was named as the model; "" if there is, or SGLang decides."""
+    folder = Path(model.path)
+    if model.llama is not None or folder.is_file():
+        return ""
+    if not folder.is_dir():
+        return "" if _VENDOR_NAME.fullmatch(model.path) else f"--model {model.path}: there is no such folder"
+    if any((folder / config).is_file() for config in _CONFIGS):
+        return ""
+    return f"--model {model.path} has no {_CONFIGS[0]}: name the folder of a checkpoint"
+
+
+def unfit(model: Model, sizes: Sizes) -> str:
+    """Returns why a model with random weights cannot be split over so many ranks; "" if it can or is not known."""
+    llama = model.llama
+    if llama is None:
+        return ""
+    heads, kv_heads, layers = (llama[each] for each in ("heads", "kv_heads", "layers"))
+    if heads % sizes.tp or max(kv_heads, sizes.tp) % min(kv_heads, sizes.tp):
+        return f"{heads} query heads and {kv_heads} KV heads cannot be split over {sizes.tp} ranks"
+    return f"{layers} layers cannot be split over {sizes.pp} stages" if layers < sizes.pp else ""
 
 
 def _known(name: str, family: str) -> tuple[str, Mapping[str, int]]:

@@ -26,6 +26,8 @@ END_S = 30.0
 LOG_LINES = 40
 _INDENTED = " " * 16
 
+_MOST_RANKS = 16  # of one server without a GPU
+
 # Without a GPU: no kernels that a CPU lacks.
 CPU_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"),
@@ -35,8 +37,8 @@ CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
-    # Two ranks of one server each name the cores of their threads.
-    "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * 2),
+    # Each rank of a server names the cores of its threads.
+    "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * _MOST_RANKS),
     # No kernels that are compiled at the first request.
     "TORCHDYNAMO_DISABLE": "1",
     # Bytecode of SGLang and torch: without it a server takes three times as long to start.

@@ -113,6 +113,8 @@ def test_sizes_and_flags_are_those_of_the_servers() -> None:
         (("--model", "lama-3.1-8b"), 0, "unknown model"),
         (("--model", "vendor/name", "--layers", "3"), 0, "its own shape"),
         (("--server-args", "'"), 0, "No closing quotation"),
+        (("--prefill-tp", "3"), 0, "8 query heads and 4 KV heads cannot be split over 3 ranks: change --prefill-tp"),
+        (("--decode-pp", "9"), 0, "8 layers cannot be split over 9 stages"),
     ],
 )
 def test_what_does_not_fit_is_refused(args: tuple[str, ...], found: int, problem: str) -> None:

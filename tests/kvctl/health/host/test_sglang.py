@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -141,3 +142,7 @@ def test_what_a_python_tells(tmp_path: Path, script: str, told: str) -> None:
 
 def test_a_python_that_cannot_be_run(tmp_path: Path) -> None:
     assert sglang_problem(str(tmp_path / "none"), os.environ).startswith("SGLang cannot be imported: ")
+
+
+def test_an_import_that_takes_too_long_is_told() -> None:
+    assert sglang_problem(sys.executable, os.environ, 0.001).startswith("importing SGLang takes longer than 0.001 s: ")

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from kvctl.lab.bench.sglang_checkpoint import Llama, write_checkpoint
-from kvctl.lab.bench.sglang_models import model_of
+from kvctl.lab.bench.sglang_models import missing, model_of
 
 
 def test_a_folder_is_used_as_it_is(tmp_path: Path) -> None:
@@ -62,6 +62,19 @@ def test_the_default_is_tiny_without_a_gpu() -> None:
 def test_what_cannot_be_is_refused(name: str, sizes: dict[str, int], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         model_of(name, sizes, cuda=True, longest=100)
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "with").mkdir()
+    (tmp_path / "with" / "config.json").write_text("{}")
+
+    def missing_of(name: str | None) -> str:
+        return missing(model_of(name, {}, cuda=True, longest=100))
+
+    assert missing_of(str(tmp_path)) == f"--model {tmp_path} has no config.json: name the folder of a checkpoint"
+    assert missing_of(f"{tmp_path}/none") == f"--model {tmp_path}/none: there is no such folder"
+    assert missing_of("./none") == "--model ./none: there is no such folder"
+    assert [missing_of(name) for name in (f"{tmp_path}/with", "vendor/name", "llama-3.2-1b", None)] == [""] * 4
 
 
 def test_a_shape_is_written_a_file_a_layer(tmp_path: Path) -> None:
