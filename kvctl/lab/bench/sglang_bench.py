@@ -23,6 +23,9 @@ _CHECKED_LENGTHS = (1, 15, 17, 100, 1000, 4097)
 CHECKED_TOKENS = 16
 """Tokens that are generated after each prompt whose tokens are compared."""
 _LEAST_REQUESTS, _REQUESTS_A_SLOT = 12, 3
+_NOT_STARTED = (
+    "not started: the undivided server, which has the same model and flags, did not start; --verify off leaves it out"
+)
 _WARM_UP = -1  # in place of the number of a round
 
 Round = Mapping[str, Any]
@@ -79,13 +82,19 @@ class ServerBench:
     def run(self, all_at_once: bool) -> None:
         """Starts and measures all sides in turns, or one after another; what fails is noted in the results.
 
+        If the undivided server comes first and does not start, the sides after it are not started.
         All servers have ended when it returns or raises.
         """
         groups = [self.results] if all_at_once else [[each] for each in self.results]
         for group in groups:
             # Requests that are under way fail once their servers have ended: the threads are waited for last.
             with ThreadPoolExecutor(max(load.concurrency for load in self._loads)) as pool, _ended(group):
-                self._measure(self._start(group), pool)
+                ready = self._start(group)
+                self._measure(ready, pool)
+            if not ready and group[0].pair.prefill is None and not all_at_once:
+                for each in self.results[1:]:
+                    each.failures.append(_NOT_STARTED)
+                break
 
     def _start(self, group: Sequence[Results]) -> list[Results]:
         """Starts the servers of a group together; returns the sides that are ready."""

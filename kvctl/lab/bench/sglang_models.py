@@ -76,7 +76,7 @@ def model_of(name: str | None, sizes: Mapping[str, int], cuda: bool, longest: in
 
 
 def missing(model: Model) -> str:
-    """Returns why there is no checkpoint in the folder that was named as the model; "" if there is, or SGLang decides."""
+    """Returns why the folder that was named as the model has no checkpoint; "" if it has one, or SGLang decides."""
     folder = Path(model.path)
     if model.llama is not None or folder.is_file():
         return ""

@@ -140,6 +140,22 @@ def test_servers_that_do_not_start_are_noted_and_ended(tmp_path: Path, monkeypat
     assert {row["side"] for row in bench.rows()} == {"kvctl"}
 
 
+def test_an_undivided_server_that_does_not_start_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(processes: Any, say: Any) -> None:
+        raise ServerError("server ended with 2")
+
+    started: list[Path] = []
+    monkeypatch.setattr(sglang_bench, "wait_ready", dies)
+    monkeypatch.setattr("kvctl.lab.bench.sglang_servers.Process.start", lambda self: started.append(self.log))
+    bench = bench_of([StandIn(side, tmp_path, []) for side in ("undivided", "nixl", "kvctl")])
+    bench.run(all_at_once=False)
+    assert [log.name for log in started] == ["server.log"]
+    undivided, *others = bench.problems()
+    assert undivided == "undivided: server ended with 2"
+    assert [line.partition(":")[0] for line in others] == ["nixl", "kvctl"]
+    assert all("not started: the undivided server" in line for line in others)
+
+
 def test_all_sides_get_the_same_prompts_and_no_prompt_twice(tmp_path: Path) -> None:
     prompts: dict[str, list[tuple[int, ...]]] = {"nixl": [], "kvctl": []}
     pairs = [StandIn(side, tmp_path, []) for side in prompts]
