@@ -16,8 +16,8 @@ from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl.render.selection import ExpressionError, select
 from kvctl.render.units import parse_seconds
+from kvctl.tui import VIEWS
 
-_VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 _SNAPSHOT_SUFFIXES = (".svg", ".txt")
 _MIN_SIZE = (60, 16)
 _MAX_SIZE = (500, 200)
@@ -51,7 +51,7 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
         ("Play a recording", "kvctl top --from fleet.kvrec"),
     ],
 )
-@click.option("--view", type=click.Choice(_VIEWS), default="overview", show_default=True, help="First view.")
+@click.option("--view", type=click.Choice(VIEWS), default="overview", show_default=True, help="First view.")
 @click.option(
     "--interval",
     type=duration("100ms"),
@@ -90,7 +90,7 @@ def top(settings: Settings, view: str, interval: int, snapshot: Path | None, siz
     from kvctl.tui.app import TopApp
     from kvctl.tui.feed import Feed
     from kvctl.tui.frame import Mode
-    from kvctl.tui.table_specs import VIEW_OF, TableQuery
+    from kvctl.tui.listings import VIEW_OF, TableQuery
 
     interval = interval if settings.watch_ns is None else max(settings.watch_ns, _MIN_INTERVAL_NS)
     query = TableQuery(" & ".join(settings.filters), settings.sort_by or "")

@@ -17,6 +17,7 @@ EVENTS = View(
         Column("text", Kind.SENTENCE, help="Description of the event."),
         Column("sequence", Kind.COUNT, Width.WIDE, "Number of the event in the agent's flight recorder.", fixed=8),
     ),
+    identity=("agent", "sequence", "at_ns"),
     sort=("at", "agent", "sequence"),
     empty="no events",
 )

@@ -42,6 +42,7 @@ HEALTH = View(
         Column("evidence", Kind.MAP, Width.WIDE, path=lambda row: row["evidence"]),
         Column("remedy", Kind.SENTENCE, Width.WIDE),
     ),
+    identity=("code", "subject"),
     empty="nothing found",
 )
 

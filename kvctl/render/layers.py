@@ -68,6 +68,7 @@ LAYERS = View(
         Column("share", Kind.RATIO, Width.NORMAL, "Share of the transfer time that compute hid.", path=hidden_share),
         *(_stage(stage, quantile, f"{quantile[1:]}th percentile") for stage in STAGES for quantile in ("p90", "p99")),
     ),
+    identity=("agent", "layers", "path"),
     sort=("agent", "layers"),
     empty="no parts moved yet",
 )

@@ -82,6 +82,7 @@ PEERS = View(
             "Earlier processes with this name that may still write here, because their end is not proven.",
         ),
     ),
+    identity=("agent", "peer"),
     sort=("agent", "peer"),
     empty="no peers",
 )

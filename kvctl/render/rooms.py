@@ -112,10 +112,17 @@ ROOMS = View(
         _LATENCY,
         *_DETAILS,
     ),
+    identity=("agent", "room", "nonce"),
     sort=("-age", "room", "agent"),
     empty="no active rooms",
 )
-HISTORY = View("history", _FINISHED, sort=("ago", "room", "agent"), empty="no finished rooms yet")
+HISTORY = View(
+    "history",
+    _FINISHED,
+    sort=("ago", "room", "agent"),
+    identity=("agent", "room", "nonce"),
+    empty="no finished rooms yet",
+)
 SLOW = View("slow", _FINISHED, sort=("-latency", "room", "agent"), empty="no finished rooms yet")
 
 
@@ -172,6 +179,7 @@ TIMELINE = View(
         Column("room", Kind.ID, Width.WIDE),
         Column("nonce", Kind.ID, Width.WIDE),
     ),
+    identity=("agent", "at_ns", "stage", "writer", "chunk", "layers"),
     empty="no events recorded",
     also=(("Ranks of the room", RANKS),),
 )
@@ -195,6 +203,7 @@ CAUSES = View(
         Column("first_at", Kind.TIME, Width.WIDE, "Time of the first of these failures."),
         Column("last_at", Kind.TIME, Width.WIDE, "Time of the latest one."),
     ),
+    identity=("code", "first_at_ns"),
     sort=("-rooms", "last_ago"),
     empty="no failed rooms",
 )
@@ -217,6 +226,7 @@ FAILED = View(
         _REQUEST,
         Column("nonce", Kind.ID, Width.WIDE),
     ),
+    identity=("room", "nonce", "failed_at_ns"),
     sort=("-failed_at", "room"),
     empty="no failed rooms",
     also=(("With --by cause", CAUSES),),

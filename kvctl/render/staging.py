@@ -61,6 +61,7 @@ GATED = View(
         Column("requests", Kind.COUNT, Width.NORMAL, "Grant requests sent, including resends."),
         Column("asked_age", Kind.DURATION, Width.WIDE, "Time since its grant was first requested."),
     ),
+    identity=("agent", "room", "peer", "chunk", "layers"),
     sort=("-age",),
     empty="no gated parts",
 )
@@ -114,6 +115,7 @@ STAGING = View(
         ),
         Column("piece", Kind.BYTES, Width.WIDE, "Size of one buffer piece.", path="buffers.piece_bytes"),
     ),
+    identity=("agent",),
     sort=("agent",),
     also=(("Gated parts", GATED),),
 )
@@ -147,6 +149,7 @@ ALLOCATIONS = View(
         Column("round", Kind.COUNT, Width.WIDE, "Round of the ring that the allocation belongs to."),
         Column("nonce", Kind.ID, Width.WIDE),
     ),
+    identity=("agent", "serial"),
     sort=("agent", "-age"),
     empty="no live allocations",
 )

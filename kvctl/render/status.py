@@ -139,6 +139,7 @@ GROUPS = View(
             styles=_HEALTH_STYLES,
         ),
     ),
+    identity=("fold", "group"),
 )
 
 
@@ -221,6 +222,7 @@ STATUS = View(
         Column("ended_age", Kind.DURATION, Width.WIDE, "Time since its process ended."),
         Column("published_age", Kind.DURATION, Width.WIDE, "Age of what the agent last published for its observer."),
     ),
+    identity=("name",),
     sort=("-role", "agent"),
     also=(("With --by, or more than 32 agents", GROUPS), ("With -w", STATUS_LINES)),
 )

@@ -204,12 +204,14 @@ class View:
     Attributes:
         name: name of the JSON schema, `kvctl.<name>/1`.
         sort: column names, with a leading `-` for descending order.
+        identity: names of the fields of a row that identify it in every reading.
         also: (heading, view) of each further table that the same command prints.
     """
 
     name: str
     columns: tuple[Column, ...]
     sort: tuple[str, ...] = ()
+    identity: tuple[str, ...] = ()
     empty: str = "nothing to show"
     also: tuple[tuple[str, View], ...] = ()
 
@@ -224,3 +226,7 @@ class View:
 
     def names(self) -> list[str]:
         return [column.name for column in self.columns]
+
+    def key(self, row: Row) -> tuple[str, ...]:
+        """Returns the values that identify a row."""
+        return tuple([str(row.get(name, "")) for name in self.identity])

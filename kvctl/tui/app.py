@@ -14,11 +14,13 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import ContentSwitcher
 
+from kvctl.render.rooms import TIMELINE
 from kvctl.render.selection import ExpressionError, find_column
 from kvctl.render.view import Row
 from kvctl.tui import frame, keys
 from kvctl.tui.dialogs import Help, Prompt
 from kvctl.tui.feed import Feed, Question, Reading
+from kvctl.tui.listings import VIEW_OF, TableQuery
 from kvctl.tui.palette import THEME
 from kvctl.tui.panels.events import EventsPanel
 from kvctl.tui.panels.layers import LayersPanel
@@ -30,7 +32,6 @@ from kvctl.tui.panels.room import RoomPanel
 from kvctl.tui.panels.rooms import FailedPanel, HistoryPanel, RoomsPanel
 from kvctl.tui.panels.staging import StagingPanel
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import VIEW_OF, TableQuery
 from kvctl.tui.widgets import Bar, Table
 
 _PANELS: dict[str, type[Panel]] = {
@@ -219,17 +220,17 @@ class TopApp(App[None]):
     # ---- navigation ---------------------------------------------------------------------------------------------
 
     def on_table_opened(self, message: Table.Opened) -> None:
-        spec = message.table.spec
-        if spec is None:
+        view = message.table.view
+        if view is None:
             return
         if self.panel.open_row(message.table, message.row):
             self._show()
             return
-        room = spec.room(message.row)
+        room = None if view is TIMELINE else message.row.get("room")
         if room is not None:
-            self.open_room(room)
+            self.open_room(str(room))
         else:
-            title = " ".join(spec.key(message.row))
+            title = " ".join(view.key(message.row))
             self._open_record(message.table, self.panel.record(message.row), title)
 
     def on_panel_filtered(self, message: Panel.Filtered) -> None:
@@ -285,9 +286,9 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         table = self.panel.main if self.panel.MAIN_TABLE else None
-        if table is None or table.spec is None:
+        if table is None or table.view is None:
             return
-        view = VIEW_OF.get(self.panel_name, table.spec.view)
+        view = VIEW_OF.get(self.panel_name, table.view)
 
         def check(text: str) -> str:
             if text.strip().isdecimal():
@@ -309,9 +310,9 @@ class TopApp(App[None]):
 
     def action_sort(self) -> None:
         table = self.panel.table
-        if table is None or table.spec is None:
+        if table is None or table.view is None:
             return
-        view = VIEW_OF.get(self.panel_name, table.spec.view) if table is self.panel.main else table.spec.view
+        view = VIEW_OF.get(self.panel_name, table.view) if table is self.panel.main else table.view
 
         def check(text: str) -> str:
             try:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvctl.client.fleet import Survey
 from kvctl.render import findings, palette, units
 from kvctl.render.report import Line, Span
+from kvctl.tui import VIEWS
 from kvctl.tui.store import Store
 
-VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 _SECOND_NS = 1_000_000_000
 _MAX_NAMED = 3
 Ends = tuple[Line, Line]

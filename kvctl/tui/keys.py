@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvctl.render.bars import legend as stage_legend
 from kvctl.render.report import Line
 from kvctl.render.staging import allocation_legend
+from kvctl.tui import VIEWS
 from kvctl.tui.drawing import wrapped
-from kvctl.tui.frame import VIEWS
 
 
 @dataclass(frozen=True, slots=True)

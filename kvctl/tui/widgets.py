@@ -22,10 +22,10 @@ from kvctl.render import units
 from kvctl.render.report import Line, Span
 from kvctl.render.sanitize import one_line, printable
 from kvctl.render.terminal import GAP, fit_widths, natural_widths, table_header, table_row
-from kvctl.render.view import Column, Row, Width
+from kvctl.render.view import Column, Row, View, Width
 from kvctl.tui.drawing import rule, spread
+from kvctl.tui.listings import Listing, agent_of
 from kvctl.tui.palette import style
-from kvctl.tui.table_specs import Listing, TableSpec
 
 _WHEEL_LINES = 3
 _GUTTER = 2
@@ -259,7 +259,7 @@ class Table(Canvas):
         """
         end = self._end(self.listing) if self.listing is not None else self.cursor
         following = self._follows is not None and self.cursor == end
-        if self.listing is None or listing.spec.view is not self.listing.spec.view:
+        if self.listing is None or listing.view is not self.listing.view:
             self._natural = {}
         self.listing, self._stale_ns, self.empty = listing, stale_ns, empty
         self.cursor = self._find_cursor(listing, following)
@@ -285,8 +285,8 @@ class Table(Canvas):
         return rows[self.cursor] if self.cursor < len(rows) else None
 
     @property
-    def spec(self) -> TableSpec | None:
-        return self.listing.spec if self.listing else None
+    def view(self) -> View | None:
+        return self.listing.view if self.listing else None
 
     def draw(self, width: int, height: int) -> Sequence[Line]:
         if self.listing is None:
@@ -298,16 +298,16 @@ class Table(Canvas):
         self.top = max(0, min(self.top, len(rows) - self._visible_rows))
         self.top = min(max(self.top, self.cursor - self._visible_rows + 1), self.cursor)
         shown = rows[self.top : self.top + self._visible_rows]
-        order = self.listing.query.selection(self.listing.spec.view).order
+        order = self.listing.query.selection(self.listing.view).order
         marks = {column: _MARKS[descending] for column, descending in order[:1]}
-        self._grow(self.listing.spec, shown, marks)
+        self._grow(self.listing.view, shown, marks)
         widths, _ = fit_widths(self._chosen_columns(width - _GUTTER), shown, width - _GUTTER)
         lines: list[Line] = [[(" " * _GUTTER, ""), *table_header(widths, marks)]]
-        lines += [self._line(self.listing.spec, self.top + number, row, widths) for number, row in enumerate(shown)]
+        lines += [self._line(self.top + number, row, widths) for number, row in enumerate(shown)]
         return lines
 
-    def _line(self, spec: TableSpec, number: int, row: Row, widths: dict[Column, int]) -> Line:
-        stale = self._stale_ns(spec.agent(row))
+    def _line(self, number: int, row: Row, widths: dict[Column, int]) -> Line:
+        stale = self._stale_ns(agent_of(row))
         agents = {column: _agent_text(column, row, stale) for column in widths if column.name == _AGENT}
         spans = table_row(row, widths, agents)
         if stale is not None:
@@ -317,12 +317,12 @@ class Table(Canvas):
             return [(text, name + style) for text, name in [("▸ " if self.has_focus else "  ", "bold accent"), *spans]]
         return [("○ " if stale is not None else "  ", "dim"), *spans]
 
-    def _grow(self, spec: TableSpec, shown: Sequence[Row], marks: dict[Column, str]) -> None:
+    def _grow(self, view: View, shown: Sequence[Row], marks: dict[Column, str]) -> None:
         """Widens the columns so that the values of the rows on screen fit."""
-        for column, size in natural_widths(spec.view.columns, shown).items():
+        for column, size in natural_widths(view.columns, shown).items():
             size = max(size, cell_len(column.title) + len(marks.get(column, "")))
             if column.name == _AGENT:
-                agents = (_agent_text(column, row, self._stale_ns(spec.agent(row))) for row in shown)
+                agents = (_agent_text(column, row, self._stale_ns(agent_of(row))) for row in shown)
                 size = max([size, *map(cell_len, agents)])
             self._natural[column] = max(size, self._natural.get(column, 0))
 
@@ -348,7 +348,7 @@ class Table(Canvas):
         if listing.total:
             text = f"no row of {listing.total:,} matches: filter {listing.query.filters} (Esc shows all)"
             return [(text, "yellow")]
-        return self.empty or [(listing.spec.view.empty, "dim")]
+        return self.empty or [(listing.view.empty, "dim")]
 
     def _end(self, listing: Listing) -> int:
         """Returns the number of the row that the cursor follows."""
@@ -360,13 +360,13 @@ class Table(Canvas):
             return self._end(listing)
         if self._key is not None:
             for number, row in enumerate(listing.rows):
-                if listing.spec.key(row) == self._key:
+                if listing.view.key(row) == self._key:
                     return number
         return min(self.cursor, last)
 
     def _remember_key(self) -> None:
         row = self.row
-        self._key = self.listing.spec.key(row) if self.listing and row is not None else None
+        self._key = self.listing.view.key(row) if self.listing and row is not None else None
 
     def action_move(self, rows: int) -> None:
         if self.listing is None or not self.listing.rows:

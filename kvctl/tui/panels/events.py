@@ -5,10 +5,11 @@ from __future__ import annotations
 from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
+from kvctl.render.events import EVENTS
 from kvctl.tui.feed import Question
-from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.listings import TableQuery
+from kvctl.tui.panels.panel import STATUS_CALL, Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import EVENTS_TABLE, TableQuery
 from kvctl.tui.widgets import Table
 
 # Maximum number of events per agent and reading. The latest events are read, because the same call is sent to all
@@ -29,8 +30,8 @@ class EventsPanel(Panel):
     def question(self, store: Store) -> Question:
         agents = max(1, len(store.agents))
         limit = max(_MIN_EVENTS, min(_MAX_EVENTS, _MAX_TOTAL // agents)) if store.agents else _MIN_EVENTS
-        return Question("events", (STATUS, Call("events", {"limit": limit})))
+        return Question("events", (STATUS_CALL, Call("events", {"limit": limit})))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         note = f"{store.events_missed:,} not shown: more than one reading can contain" if store.events_missed else ""
-        show(self.main, EVENTS_TABLE, list(store.events), store, query, note)
+        show(self.main, EVENTS, list(store.events), store, query, note)

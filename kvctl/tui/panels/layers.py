@@ -8,12 +8,12 @@ from typing import Any
 
 from textual.app import ComposeResult
 
-from kvctl.render.layers import draw_waterfall, hidden_share
+from kvctl.render.layers import LAYERS, draw_waterfall, hidden_share
 from kvctl.render.report import Line
 from kvctl.render.view import Row
+from kvctl.tui.listings import TableQuery
 from kvctl.tui.panels.panel import Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import LAYERS_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
 from kvctl_agent.contract.states import STAGES
 
@@ -62,7 +62,7 @@ class LayersPanel(Panel):
         yield Table("layer groups", id="layers-table")
 
     def render_store(self, store: Store, query: TableQuery) -> None:
-        show(self.main, LAYERS_TABLE, store.rows("layers"), store, query)
+        show(self.main, LAYERS, store.rows("layers"), store, query)
         shown = over_agents(self.main.shown)
         waterfall = self.query_one("#layers-waterfall", Picture)
         waterfall.show(lambda width: draw_waterfall(shown, width) if shown else [], ([("waterfall", "")], _MEDIANS))

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 
 from kvctl.render import findings, units
+from kvctl.render.findings import HEALTH
 from kvctl.render.groups import FOLD_ABOVE, placed
 from kvctl.render.groups import outline as outline_of_groups
 from kvctl.render.report import Line, Span
-from kvctl.render.status import outline, runs
+from kvctl.render.status import GROUPS, STATUS, outline, runs
 from kvctl.render.view import Row
 from kvctl.tui.drawing import beside, chart, inline_chart, wrapped
 from kvctl.tui.feed import Question
-from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.listings import TableQuery
+from kvctl.tui.panels.panel import STATUS_CALL, Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import AGENTS_TABLE, GROUPS_TABLE, HEALTH_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
 
 # Minimum width for curves beside the summary instead of below it.
@@ -49,7 +50,7 @@ class OverviewPanel(Panel):
         yield Table("agents", id="overview-agents")
 
     def question(self, store: Store) -> Question:
-        return Question("overview", (STATUS,))
+        return Question("overview", (STATUS_CALL,))
 
     def size_changed(self, width: int, height: int) -> None:
         self._height = height
@@ -63,10 +64,10 @@ class OverviewPanel(Panel):
         folded = len(store.agents) > FOLD_ABOVE and query == TableQuery()
         self.main.label = "instances" if folded else "agents"
         if not folded:
-            show(self.main, AGENTS_TABLE, statuses, store, query)
+            show(self.main, STATUS, statuses, store, query)
         else:
             lines = outline_of_groups(self._placed(_with_silent(store, statuses)), self._unfolded)
-            show(self.main, GROUPS_TABLE, lines, store, query, "Enter unfolds, / host=… lists the agents of a host")
+            show(self.main, GROUPS, lines, store, query, "Enter unfolds, / host=… lists the agents of a host")
 
     def _placed(self, rows: Sequence[Row]) -> list[Row]:
         """Returns the rows with the names of their instances, which change only when agents come or go."""
@@ -78,7 +79,7 @@ class OverviewPanel(Panel):
 
     def open_row(self, table: Table, row: Row) -> bool:
         """Folds or unfolds a group; lists only the agent if the row is that of an agent below its group."""
-        if table.spec is not GROUPS_TABLE:
+        if table.view is not GROUPS:
             return False
         if "fold" in row:
             self._unfolded ^= {row["fold"]}
@@ -97,7 +98,7 @@ class OverviewPanel(Panel):
         age_ns = (store.now_ns - store.examined_at_ns) // _SECOND_NS * _SECOND_NS
         old = store.findings is not None and store.answering and age_ns > _SECOND_NS
         note = f"as of {units.duration(age_ns)} ago" if old else ""
-        show(table, HEALTH_TABLE, rows, store, TableQuery(), note, empty)
+        show(table, HEALTH, rows, store, TableQuery(), note, empty)
         table.fit_height()
         finding = table.row
         tall = self._height >= _TALL

@@ -11,13 +11,13 @@ from textual.message import Message
 from kvctl.client.calls import Call
 from kvctl.render.data import tsv
 from kvctl.render.report import Line
-from kvctl.render.view import Row
+from kvctl.render.view import Row, View
 from kvctl.tui.feed import Question
+from kvctl.tui.listings import TableQuery, listing
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import TableQuery, TableSpec, listing
 from kvctl.tui.widgets import Table
 
-STATUS = Call("status")
+STATUS_CALL = Call("status")
 
 
 class Panel(Vertical):
@@ -41,7 +41,7 @@ class Panel(Vertical):
 
     def question(self, store: Store) -> Question:
         """Returns the calls that read this panel's data; limits on rows depend on the number of agents in the store."""
-        return Question(self.COMMAND, (STATUS, Call(self.COMMAND)))
+        return Question(self.COMMAND, (STATUS_CALL, Call(self.COMMAND)))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         """Updates the panel with the current data of the store, filtered and sorted as in `query`."""
@@ -71,7 +71,7 @@ class Panel(Vertical):
         table = self.table
         if table is None or table.listing is None or table.row is None:
             return "", ""
-        return tsv(table.listing.spec.view.columns, [table.row]), f"one row of {table.label} with its header"
+        return tsv(table.listing.view.columns, [table.row]), f"one row of {table.label} with its header"
 
     def enter(self) -> None:
         """Focuses a widget of the panel; called when the panel is shown."""
@@ -83,7 +83,7 @@ class Panel(Vertical):
 
 def show(
     table: Table,
-    spec: TableSpec,
+    view: View,
     rows: Sequence[Row],
     store: Store,
     query: TableQuery,
@@ -91,4 +91,4 @@ def show(
     empty: Line | None = None,
 ) -> None:
     """Filters and sorts rows as in `query` and shows them in a table; for `note` and `empty` see `Table.show`."""
-    table.show(listing(spec, rows, query), store.stale_ns, note, empty)
+    table.show(listing(view, rows, query), store.stale_ns, note, empty)

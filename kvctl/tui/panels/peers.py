@@ -7,11 +7,11 @@ from heapq import nsmallest
 
 from textual.app import ComposeResult
 
-from kvctl.render.peers import gravity
+from kvctl.render.peers import PEERS, gravity
 from kvctl.render.view import Row
+from kvctl.tui.listings import Listing, TableQuery
 from kvctl.tui.panels.panel import Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import PEERS_TABLE, Listing, TableQuery
 from kvctl.tui.widgets import Table
 
 _WORST = TableQuery(order="-state")
@@ -34,11 +34,11 @@ class PeersPanel(Panel):
     def render_store(self, store: Store, query: TableQuery) -> None:
         self._rows = store.rows("peers")
         if query != TableQuery():
-            show(self.main, PEERS_TABLE, self._rows, store, query)
+            show(self.main, PEERS, self._rows, store, query)
             return
         worst = worst_first(self._rows)
         note = "the worst; / filters all" if len(worst) < len(self._rows) else ""
-        self.main.show(Listing(PEERS_TABLE, worst, len(self._rows), _WORST), store.stale_ns, note)
+        self.main.show(Listing(PEERS, worst, len(self._rows), _WORST), store.stale_ns, note)
 
     def record(self, row: Row) -> Sequence[Row]:
         ends = {row["agent"], row["peer"]}

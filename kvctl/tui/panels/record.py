@@ -10,11 +10,11 @@ from kvctl.render.findings import HEALTH, labelled, paragraph
 from kvctl.render.report import Line, Span
 from kvctl.render.sanitize import one_line
 from kvctl.render.terminal import style_of
-from kvctl.render.view import Row
+from kvctl.render.view import Row, View
 from kvctl.tui.feed import Question
-from kvctl.tui.panels.panel import STATUS, Panel
+from kvctl.tui.listings import TableQuery, agent_of
+from kvctl.tui.panels.panel import STATUS_CALL, Panel
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import TableQuery, TableSpec
 from kvctl.tui.widgets import Picture, Table
 
 _LABEL_WIDTH = 18
@@ -35,30 +35,30 @@ class RecordPanel(Panel):
         self.title = ""
         self._origin: Panel | None = None
         self._table: Table | None = None
-        self._spec: TableSpec | None = None
+        self._view: View | None = None
         self._rows: dict[tuple[str, ...], Row] = {}
 
     def open(self, title: str, origin: Panel, table: Table, rows: Sequence[Row]) -> None:
         """Sets the rows that the panel shows. `origin`: panel that contains the table; its question reads the rows."""
-        assert table.spec is not None
-        self.title, self._origin, self._table, self._spec = title, origin, table, table.spec
-        self._rows = {table.spec.key(row): row for row in rows}
+        assert table.view is not None
+        self.title, self._origin, self._table, self._view = title, origin, table, table.view
+        self._rows = {table.view.key(row): row for row in rows}
 
     def compose(self) -> ComposeResult:
         yield Picture(id="record-picture")
 
     def question(self, store: Store) -> Question:
-        return self._origin.question(store) if self._origin else Question("record", (STATUS,))
+        return self._origin.question(store) if self._origin else Question("record", (STATUS_CALL,))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
-        if self._origin is None or self._table is None or self._spec is None:
+        if self._origin is None or self._table is None or self._view is None:
             return
         # An explicit order lists all rows, also where the panel would fold them.
-        self._origin.render_store(store, TableQuery(order=next(iter(self._spec.view.sort), "")))
+        self._origin.render_store(store, TableQuery(order=next(iter(self._view.sort), "")))
         rows = self._table.listing.rows if self._table.listing else ()
-        current = {key: row for row in rows if (key := self._spec.key(row)) in self._rows}
+        current = {key: row for row in rows if (key := self._view.key(row)) in self._rows}
         self._rows |= current
-        stale = any(store.stale_ns(self._spec.agent(row)) is not None for row in self._rows.values())
+        stale = any(store.stale_ns(agent_of(row)) is not None for row in self._rows.values())
         gone = len(current) < len(self._rows)
         note = "its agent is silent: last known data" if stale else "gone: last known data" if gone else ""
         self.query_one("#record-picture", Picture).show(self._lines, ([(self.title, "")], [(note, "yellow")]))
@@ -72,11 +72,11 @@ class RecordPanel(Panel):
         return lines
 
     def _draw_row(self, row: Row, width: int) -> list[Line]:
-        assert self._spec is not None
-        if self._spec.view is HEALTH:
+        assert self._view is not None
+        if self._view is HEALTH:
             return [_EMPTY_LINE, *paragraph(row, width)]
         lines: list[Line] = []
-        for column in self._spec.view.columns:
+        for column in self._view.columns:
             text, label = one_line(column.human(row)), column.name.replace("_", " ")
             name: Span = (f"  {label:<{_LABEL_WIDTH}}", "dim")
             if len(text) + _LABEL_WIDTH + 2 <= width:

@@ -9,13 +9,13 @@ from textual.app import ComposeResult
 from kvctl.client.calls import Call
 from kvctl.client.room_timeline import RoomTimeline
 from kvctl.render.report import Grid, Line, Text
-from kvctl.render.rooms import room_blocks
+from kvctl.render.rooms import TIMELINE, room_blocks
 from kvctl.render.terminal import fit_widths, natural_widths, table_header, table_row
 from kvctl.render.view import Row, View, Width
 from kvctl.tui.feed import Question
-from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.listings import TableQuery
+from kvctl.tui.panels.panel import STATUS_CALL, Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import TIMELINE_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
 
 _CLOCK_ROUNDS = 3
@@ -39,7 +39,7 @@ class RoomPanel(Panel):
         yield Table("timeline", id="room-timeline")
 
     def question(self, store: Store) -> Question:
-        return Question("room", (STATUS, Call("room", {"room": self.room})), _CLOCK_ROUNDS, subject=self.room)
+        return Question("room", (STATUS_CALL, Call("room", {"room": self.room})), _CLOCK_ROUNDS, subject=self.room)
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         room = store.room(self.room)
@@ -52,7 +52,7 @@ class RoomPanel(Panel):
         else:
             text = "no agent knows this room (any more)" if store.subject == self.room else "asking …"
             picture.show(lambda width: [[(text, "yellow")]], heading)
-        show(self.main, TIMELINE_TABLE, timeline, store, query)
+        show(self.main, TIMELINE, timeline, store, query)
 
 
 def _draw_room(room: RoomTimeline, width: int) -> Sequence[Line]:

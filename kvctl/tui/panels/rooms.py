@@ -5,11 +5,11 @@ from __future__ import annotations
 from textual.app import ComposeResult
 
 from kvctl.client.calls import Call
-from kvctl.render.rooms import cause_rows
+from kvctl.render.rooms import CAUSES, FAILED, HISTORY, ROOMS, cause_rows
 from kvctl.tui.feed import Question
-from kvctl.tui.panels.panel import STATUS, Panel, show
+from kvctl.tui.listings import TableQuery
+from kvctl.tui.panels.panel import STATUS_CALL, Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import CAUSES_TABLE, FAILED_TABLE, HISTORY_TABLE, ROOMS_TABLE, TableQuery
 from kvctl.tui.widgets import Table
 
 # Maximum number of rows of all agents together: as many as can be decoded and sorted each second with a few percent of
@@ -41,7 +41,7 @@ class RoomsPanel(Panel):
         yield Table("rooms", id="rooms-table")
 
     def question(self, store: Store) -> Question:
-        return Question("rooms", (STATUS, Call("rooms", {"limit": _limit(store, _MAX_ROOMS, _MIN_ROOMS)})))
+        return Question("rooms", (STATUS_CALL, Call("rooms", {"limit": _limit(store, _MAX_ROOMS, _MIN_ROOMS)})))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         rows = store.rows("rooms")
@@ -49,7 +49,7 @@ class RoomsPanel(Panel):
         limit = _limit(store, _MAX_ROOMS, _MIN_ROOMS)
         cut = active > len(rows) and len(rows) >= limit
         note = f"the oldest {limit} of each agent, of {active:,}" if cut else ""
-        show(self.main, ROOMS_TABLE, rows, store, query, note)
+        show(self.main, ROOMS, rows, store, query, note)
 
 
 class HistoryPanel(Panel):
@@ -61,10 +61,10 @@ class HistoryPanel(Panel):
         yield Table("ended rooms", follows=0, id="history-table")
 
     def question(self, store: Store) -> Question:
-        return Question("history", (STATUS, Call("history", {"limit": _limit(store, _MAX_ROOMS, _MIN_ROOMS)})))
+        return Question("history", (STATUS_CALL, Call("history", {"limit": _limit(store, _MAX_ROOMS, _MIN_ROOMS)})))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
-        show(self.main, HISTORY_TABLE, store.finished_rooms(), store, query)
+        show(self.main, HISTORY, store.finished_rooms(), store, query)
 
 
 class FailedPanel(Panel):
@@ -78,13 +78,13 @@ class FailedPanel(Panel):
         yield Table("failed rooms", follows=0, id="failed-table")
 
     def question(self, store: Store) -> Question:
-        return Question("failed", (STATUS, Call("failed", {"limit": _limit(store, _MAX_FAILED, _MIN_FAILED)})))
+        return Question("failed", (STATUS_CALL, Call("failed", {"limit": _limit(store, _MAX_FAILED, _MIN_FAILED)})))
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         rows = store.failed_rooms()
         dropped = sum(answer["dropped_total"] for answer in store.rows("failed"))
         note = f"{dropped:,} records no longer kept (failed_rooms)" if dropped else ""
-        show(self.main, FAILED_TABLE, rows, store, query, note)
+        show(self.main, FAILED, rows, store, query, note)
         causes = self.query_one("#failed-causes", Table)
-        show(causes, CAUSES_TABLE, cause_rows(self.main.shown), store, TableQuery())
+        show(causes, CAUSES, cause_rows(self.main.shown), store, TableQuery())
         causes.fit_height()

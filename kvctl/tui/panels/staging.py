@@ -8,11 +8,11 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from kvctl.render.report import Line
-from kvctl.render.staging import allocation_legend, draw_ring
+from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, allocation_legend, draw_ring
 from kvctl.render.view import Row
+from kvctl.tui.listings import TableQuery
 from kvctl.tui.panels.panel import Panel, show
 from kvctl.tui.store import Store
-from kvctl.tui.table_specs import ALLOCATIONS_TABLE, GATED_TABLE, STAGING_TABLE, TableQuery
 from kvctl.tui.widgets import Picture, Table
 
 _WIDE = 150
@@ -43,7 +43,7 @@ class StagingPanel(Panel):
 
     def render_store(self, store: Store, query: TableQuery) -> None:
         answers = store.rows("staging")
-        show(self.main, STAGING_TABLE, answers, store, query)
+        show(self.main, STAGING, answers, store, query)
         self.main.fit_height()
         rings = [answer for answer in answers if answer["ring"] is not None]
         selected = self.main.row
@@ -63,9 +63,9 @@ class StagingPanel(Panel):
             for answer in (rings if on_writer else chosen)
             for allocation in answer["ring"]["allocations"]
         ]
-        show(self.query_one("#staging-allocations", Table), ALLOCATIONS_TABLE, rows, store, query)
+        show(self.query_one("#staging-allocations", Table), ALLOCATIONS, rows, store, query)
         gated: list[Row] = [{"agent": answer["agent"], **part} for answer in answers for part in answer["gated"]]
-        show(self.query_one("#staging-gated", Table), GATED_TABLE, gated, store, query, note=_reasons(gated))
+        show(self.query_one("#staging-gated", Table), GATED, gated, store, query, note=_reasons(gated))
 
 
 def _maps(rings: Sequence[Row], width: int) -> list[Line]:
