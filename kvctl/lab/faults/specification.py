@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
+from kvctl.render.units import parse_duration
 from kvctl_agent.contract.values import near
 
 FaultLevel = Literal["agent", "room", "process"]
 FaultUnit = Literal["share", "time", "jump", "messages", "rank"]
 
-_NS = {"us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "m": 60_000_000_000, "h": 3_600_000_000_000}
-_TIME = re.compile(r"(-?)(\d{1,15}(?:\.\d{1,9})?)(us|ms|s|m|h)")
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)%")
 _RANK = re.compile(r"([A-Za-z0-9_.-]{1,64})@([^+]+)(?:\+(.+))?")
 _SHOWN = 60
-_DAY_NS = 24 * _NS["h"]
+_HOUR_NS = 3_600_000_000_000
 
 LOST = ("KV_PEER_LOST",)
 STUCK = (
@@ -76,9 +74,9 @@ class FaultKind:
 
 # In nanoseconds; of the value for units "time" and "jump", of the duration for unit "rank".
 _BOUNDS = {
-    "time": (_NS["us"], _NS["h"]),
-    "jump": (-3650 * _DAY_NS, 3650 * _DAY_NS),
-    "rank": (_NS["ms"], _DAY_NS),
+    "time": (1_000, _HOUR_NS),
+    "jump": (-87_600 * _HOUR_NS, 87_600 * _HOUR_NS),
+    "rank": (1_000_000, 24 * _HOUR_NS),
 }
 _EXAMPLES = {
     "share": "5%",
@@ -242,13 +240,11 @@ def _of_rank(kind: FaultKind, text: str, value: str) -> Fault:
 
 
 def _time(kind: FaultKind, text: str, value: str, low: int, high: int) -> int:
-    match = _TIME.fullmatch(value)
-    if match is None:
-        raise ValueError(
-            f"{text[:_SHOWN]!r}: {value[:_SHOWN]!r} is not a time: write a number and one of {', '.join(_NS)}, "
-            f"such as {kind.example}"
-        )
-    ns = round(Fraction(match[2]) * _NS[match[3]]) * (-1 if match[1] else 1)
+    try:
+        ns = parse_duration(value.removeprefix("-")) * (-1 if value.startswith("-") else 1)
+    except ValueError:
+        shown = f"{text[:_SHOWN]!r}: {value[:_SHOWN]!r}"
+        raise ValueError(f"{shown} is not a time with a unit, such as {kind.example}") from None
     if not low <= ns <= high:
         raise ValueError(f"{text[:_SHOWN]!r}: {value[:_SHOWN]} is not from {low / 1e9:g} to {high / 1e9:g} s")
     return ns

@@ -56,7 +56,7 @@ def test_every_kind_has_an_example_that_can_be_read(kind: FaultKind) -> None:
         ("control-loss=0%", "more than 0%"),
         ("control-loss=101%", "at most 100%"),
         ("control-loss=5", "such as control-loss=5%"),
-        ("control-delay=50", "not a time: write a number and one of us, ms, s, m, h"),
+        ("control-delay=50", "not a time with a unit, such as control-delay=20ms"),
         ("control-delay=2h", "2h is not from 1e-06 to 3600 s"),
         ("control-delay=-1s", "is not from"),
         ("message-loss=staging-grant", "'staging-grant' is not one, did you mean staging-grants"),
