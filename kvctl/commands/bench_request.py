@@ -86,25 +86,11 @@ def _check(options: Mapping[str, Any], given: Collection[str]) -> None:
                 raise _refused("--prefill-instances", f"it defines the sizes of every instance: leave out {option}")
     if "cp_interleave" in given and options["decode_cp"] < 2:
         raise _refused("--cp-interleave", "decode ranks share prompts only with --decode-cp 2 or more: add it")
-    _check_device(options)
     for role in ("prefill", "decode"):
         stages, size = options[f"{role}_pp_layers"], options[f"{role}_pp"]
         if stages and f"{role}_pp" in given and size != len(stages):
             text = ",".join(map(str, stages))
             raise _refused(f"--{role}-pp-layers", f"{text} are {len(stages)} stages, but --{role}-pp is {size}")
-
-
-def _check_device(options: Mapping[str, Any]) -> None:
-    """Raises click.BadParameter for GPU options without --device cuda."""
-    requires_cuda = (
-        ("prefill_gpus", options["prefill_gpus"]),
-        ("decode_gpus", options["decode_gpus"]),
-        ("direct_sms", options["direct_sms"] is not None),
-        ("path", "direct" in options["paths"]),
-    )
-    for name, wanted in requires_cuda:
-        if wanted and options["device"] == "cpu":
-            raise _refused(f"--{name.replace('_', '-')}", "requires KV pools on GPUs: add --device cuda")
 
 
 def _plan_request(options: Mapping[str, Any], loads: tuple[Load, ...], seed: int, memory_bytes: int) -> PlanRequest:

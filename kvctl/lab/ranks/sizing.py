@@ -57,14 +57,15 @@ def place(request: PlanRequest) -> Placement:
     """Chooses the GPUs of a fleet.
 
     Raises:
-        ConfigError: a named GPU does not exist, or GPUs are named for pools in host memory.
+        ConfigError: a named GPU does not exist, or options of GPUs are given for pools in host memory.
         DeviceUnavailable: the pools belong on GPUs, but there is no GPU or no Triton.
     """
     options = (("--prefill-gpus", request.prefill_gpus), ("--decode-gpus", request.decode_gpus))
     if request.device != "cuda":
-        for option, gpus in options:
-            if gpus:
-                raise ConfigError(f"{option} {_listed(gpus)}: pools are in host memory; give --device cuda")
+        sms = () if request.direct_sms is None else (request.direct_sms,)
+        for option, numbers in (*options, ("--direct-sms", sms)):
+            if numbers:
+                raise ConfigError(f"{option} {_listed(numbers)}: pools are in host memory; give --device cuda")
         return Placement()
     count = count_gpus()
     for option, gpus in options:

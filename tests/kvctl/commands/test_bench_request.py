@@ -131,10 +131,6 @@ class TestGpus:
 @pytest.mark.parametrize(
     ("args", "option", "text"),
     [
-        ("--prefill-gpus 0", "--prefill-gpus", "add --device cuda"),
-        ("--decode-gpus 0", "--decode-gpus", "add --device cuda"),
-        ("--direct-sms 4", "--direct-sms", "add --device cuda"),
-        ("--path staged,direct", "--path", "add --device cuda"),
         ("--prefill-instances tp4 --prefill-tp 2", "--prefill-instances", "leave out --prefill-tp"),
         ("--prefill-instances tp4 --prefill-pp-layers 2,2", "--prefill-instances", "leave out --prefill-pp-layers"),
         (

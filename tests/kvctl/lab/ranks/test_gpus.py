@@ -85,6 +85,7 @@ def test_paths_on_gpus_include_direct(have: Callable[..., None]):
         ({"prefill_gpus": (1,)}, r"--prefill-gpus 1: this machine has no GPU 1, only GPU 0"),
         ({"decode_gpus": (0, 8, 7)}, r"--decode-gpus 0,8,7: this machine has no GPU 8,7"),
         ({"device": "cpu", "decode_gpus": (0,)}, r"--decode-gpus 0: pools are in host memory; give --device cuda"),
+        ({"device": "cpu", "direct_sms": 4}, r"--direct-sms 4: pools are in host memory; give --device cuda"),
         ({"device": "cpu", "memory_bytes": GIB, "paths": ("direct",)}, r"--path direct: .* --device cuda"),
         ({"device": "cdua"}, r"--device 'cdua' is unknown; allowed: .*, did you mean cuda"),
     ],
