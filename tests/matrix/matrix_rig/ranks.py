@@ -52,9 +52,13 @@ class RankOf:
     def __init__(self, start: Start, rooms: Sequence[Room], factories: PartFactories) -> None:
         self.start = start
         self.pool = allocate_pool(start)
-        self.content = Content(self.pool, start)
-        self.content.take(rooms)
-        self.agent = build_agent(start, self.pool, factories=factories)
+        try:
+            self.content = Content(self.pool, start)
+            self.content.take(rooms)
+            self.agent = build_agent(start, self.pool, factories=factories)
+        except BaseException:
+            self.pool.close()
+            raise
 
     def close(self) -> None:
         self.agent.close(_CLOSE_S)
