@@ -24,13 +24,7 @@ from kvctl.client.faults import Fault, FaultCode
 from kvctl.errors import CliError
 from kvctl.exit_codes import ExitCode
 from kvctl_agent.contract.addresses import AddressError, host_of, parse_endpoint
-from kvctl_agent.contract.admin import (
-    MAX_SOCKET_PATH_BYTES,
-    SOCKET_DIR_VARIABLE,
-    SOCKET_SUFFIX,
-    lock_path,
-    socket_dir,
-)
+from kvctl_agent.contract.admin import MAX_SOCKET_PATH_BYTES, SOCKET_DIR_VARIABLE, SOCKET_SUFFIX, lock_path, socket_dir
 from kvctl_agent.contract.values import near, shown
 from kvctl_agent.host.sockets import UntrustedPathError, check_path, connect_unix
 

@@ -50,10 +50,7 @@ BOOTSTRAP = View(
 )
 
 
-@command(
-    view=BOOTSTRAP,
-    examples=[("Ranks that are missing or not connected", "kvctl bootstrap")],
-)
+@command(view=BOOTSTRAP, examples=[("Ranks that are missing or not connected", "kvctl bootstrap")])
 def bootstrap(settings: Settings) -> None:
     """List per prefill instance the expected, registered and missing ranks, and the connected decode ranks.
 

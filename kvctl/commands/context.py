@@ -125,10 +125,7 @@ def add(ctx: click.Context, /, name: str, replace: bool, in_use: bool) -> None:
 @context.command(
     settings=False,
     short_help="Use a context from now on.",
-    examples=[
-        ("Use context prod from now on", "kvctl context use prod"),
-        ("Use none", "kvctl context use --none"),
-    ],
+    examples=[("Use context prod from now on", "kvctl context use prod"), ("Use none", "kvctl context use --none")],
 )
 @click.argument("name", required=False, shell_complete=completed_by("contexts"))
 @click.option("--none", is_flag=True, help="Use none.")

@@ -69,7 +69,7 @@ def _tokens(text: str) -> Tokens:
         ("A fleet with traffic, until Ctrl-C", "kvctl demo"),
         ("A fleet in which one room hangs", "kvctl demo --fault stuck-room"),
         ("A rank that is killed and comes back", "kvctl demo --fault kill=decode-1@5s+10s"),
-    ],
+    ]
 )
 @click.option("--transport", default="nixl", show_default=True, metavar="NAME", help="nixl, mooncake or loopback.")
 @click.option("--prefill-tp", default=2, show_default=True, metavar="N", type=_COUNT, help="Prefill TP ranks.")

@@ -58,10 +58,7 @@ def drain(settings: Settings, agents: tuple[str, ...], everyone: bool, yes: bool
     wait_for(chosen, drained, "drained", limit)
 
 
-@command(
-    view=DONE,
-    examples=[("One agent", "kvctl resume decode-0"), ("All drained agents", "kvctl resume --all")],
-)
+@command(view=DONE, examples=[("One agent", "kvctl resume decode-0"), ("All drained agents", "kvctl resume --all")])
 @_agents
 @_all
 @yes_option

@@ -138,12 +138,7 @@ def agent_rows(survey: Survey, reading: HealthReading) -> AgentRows:
         for peer in agent.peers
     }
     silent = [
-        {
-            "name": fault.agent,
-            **roles.get(fault.agent, {}),
-            "host": survey.host_of(fault.agent),
-            "health": [fault.code],
-        }
+        {"name": fault.agent, **roles.get(fault.agent, {}), "host": survey.host_of(fault.agent), "health": [fault.code]}
         for fault in faults
         if fault.agent
     ]

@@ -51,9 +51,7 @@ def ls(settings: Settings) -> None:
 
 
 @hosts.command(
-    view=STATUS,
-    short_help="One host and its agents.",
-    examples=[("The agents of one host", "kvctl hosts show node-3")],
+    view=STATUS, short_help="One host and its agents.", examples=[("The agents of one host", "kvctl hosts show node-3")]
 )
 @click.argument("host", shell_complete=completed_by("hosts"))
 def show(settings: Settings, host: str) -> None:
@@ -66,10 +64,7 @@ def show(settings: Settings, host: str) -> None:
         rows = [row for row in found.rows if row["host"] == host]
         names = {row["name"] for row in rows}
         report = Report(
-            STATUS,
-            rows,
-            sum("rank" in row for row in rows),
-            [fault for fault in found.faults if fault.agent in names],
+            STATUS, rows, sum("rank" in row for row in rows), [fault for fault in found.faults if fault.agent in names]
         )
         if rows:
             (about,) = host_rows(rows, survey)

@@ -14,10 +14,7 @@ from kvctl.render.report import Block, Grid, Report, Text
 from kvctl.render.view import Row
 
 
-@command(
-    view=LAYERS,
-    examples=[("Stage times of all layer groups", "kvctl layers")],
-)
+@command(view=LAYERS, examples=[("Stage times of all layer groups", "kvctl layers")])
 def layers(settings: Settings) -> None:
     """Show transfer times by layer group and stage, and the share of the transfer time that compute hid.
 

@@ -143,10 +143,7 @@ def global_options() -> list[click.Option]:
         ),
         _option("-q", "--quiet", is_flag=True, help="Print only errors on stderr."),
         _option(
-            "-v",
-            "--verbose",
-            is_flag=True,
-            help="List the agents that answered and their round trip times on stderr.",
+            "-v", "--verbose", is_flag=True, help="List the agents that answered and their round trip times on stderr."
         ),
     ]
 

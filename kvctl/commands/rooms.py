@@ -60,12 +60,7 @@ def rooms() -> None:
 
 def _limit(default: int) -> Callable[[_Function], _Function]:
     return click.option(
-        "-n",
-        "--limit",
-        type=ROW_LIMIT,
-        default=default,
-        show_default=True,
-        help="Maximum number of rows.",
+        "-n", "--limit", type=ROW_LIMIT, default=default, show_default=True, help="Maximum number of rows."
     )
 
 

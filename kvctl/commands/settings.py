@@ -152,11 +152,7 @@ class _Sources:
     @classmethod
     def read(cls, flags: Mapping[str, Any]) -> _Sources:
         environment = {key: value for key in (*FILE_KEYS, CONTEXT) if (value := os.environ.get(_variable(key)))}
-        layers = [
-            _Layer(_flag, flags),
-            _Layer(lambda key: f"{_variable(key)} (environment)", environment),
-            user_file(),
-        ]
+        layers = [_Layer(_flag, flags), _Layer(lambda key: f"{_variable(key)} (environment)", environment), user_file()]
         saved = contexts()
         chooser = next((index for index in (0, 1) if _has(layers[index], CONTEXT)), None)
         name = saved.in_use if chooser is None else str(layers[chooser].values[CONTEXT])

@@ -33,10 +33,7 @@ STACKS = View(
 )
 
 
-@command(
-    view=STACKS,
-    examples=[("All threads of one agent", "kvctl stacks -e decode-0")],
-)
+@command(view=STACKS, examples=[("All threads of one agent", "kvctl stacks -e decode-0")])
 def stacks(settings: Settings) -> None:
     """Print the Python stack of every thread of every agent, the innermost frame last.
 

@@ -49,7 +49,7 @@ def _check_suffix(ctx: click.Context, param: click.Parameter, value: Path | None
         ("Rooms older than a second", "kvctl top --view rooms --filter 'age>1s'"),
         ("One screen as a picture", "kvctl top --snapshot fleet.svg --size 160x50"),
         ("Play a recording", "kvctl top --from fleet.kvrec"),
-    ],
+    ]
 )
 @click.option("--view", type=click.Choice(VIEWS), default="overview", show_default=True, help="First view.")
 @click.option(

@@ -31,10 +31,7 @@ VERSIONS = View(
 
 @command(
     view=VERSIONS,
-    examples=[
-        ("This tool", "kvctl version"),
-        ("This tool and the running agents", "kvctl version --agents"),
-    ],
+    examples=[("This tool", "kvctl version"), ("This tool and the running agents", "kvctl version --agents")],
 )
 @click.option("--agents", is_flag=True, help="Also the versions of the running agents.")
 def version(settings: Settings, agents: bool) -> None:

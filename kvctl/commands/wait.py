@@ -128,15 +128,9 @@ def _running(survey: Survey) -> list[tuple[AgentAnswer, Any]]:
     examples=[
         ("Start a load once eight agents are there and ready", "kvctl wait --for ready --agents 8 && run-load"),
         ("Stop a worker once its rooms are done", "kvctl wait --for drained -e decode-0 --timeout 5m"),
-    ],
+    ]
 )
-@click.option(
-    "--for",
-    "goal",
-    required=True,
-    type=click.Choice(("ready", "drained")),
-    help="What to wait for.",
-)
+@click.option("--for", "goal", required=True, type=click.Choice(("ready", "drained")), help="What to wait for.")
 @click.option(
     "--timeout",
     "patience",
@@ -200,10 +194,7 @@ def wait_for(settings: Settings, condition: WaitCondition, goal: str, patience: 
         CliError: the time is up, or the condition can no longer be reached.
     """
     output = Output(settings)
-    with (
-        live(settings) as fleet,
-        ProgressLine(settings.quiet) as line,
-    ):
+    with live(settings) as fleet, ProgressLine(settings.quiet) as line:
         while True:
             # An agent that does not answer must not keep the command beyond its time.
             fleet.timeout_ns = min(settings.timeout_ns, max(_LAST_SURVEY_NS, int(patience.left_s * 1e9)))

@@ -16,11 +16,7 @@ from kvctl.health.snapshot import Snapshot
 from kvctl.render.findings import folded, row
 from kvctl_agent.contract.states import UNREGISTERED
 
-_STATES = {
-    Severity.INFO: CheckState.OK,
-    Severity.WARNING: CheckState.WARNING,
-    Severity.CRITICAL: CheckState.CRITICAL,
-}
+_STATES = {Severity.INFO: CheckState.OK, Severity.WARNING: CheckState.WARNING, Severity.CRITICAL: CheckState.CRITICAL}
 
 
 @dataclass(frozen=True, slots=True)

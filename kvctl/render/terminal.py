@@ -96,10 +96,7 @@ def table_row(row: Row, widths: Mapping[Column, int], texts: Mapping[Column, str
         span
         for column, cells in widths.items()
         for span in _cell(
-            column,
-            texts[column] if column in texts else one_line(column.human(row)),
-            cells,
-            style_of(column, row),
+            column, texts[column] if column in texts else one_line(column.human(row)), cells, style_of(column, row)
         )
     ]
 

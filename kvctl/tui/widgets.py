@@ -245,11 +245,7 @@ class Table(Canvas):
         self._visible_rows = 1
 
     def show(
-        self,
-        listing: Listing,
-        stale_ns: Callable[[str], int | None],
-        note: str = "",
-        empty: Line | None = None,
+        self, listing: Listing, stale_ns: Callable[[str], int | None], note: str = "", empty: Line | None = None
     ) -> None:
         """Replaces the rows; the cursor stays on its row if that is still in the table.
 

@@ -67,11 +67,7 @@ def event(at_ms: float, agent: str, stage: str, writer: int | None = None, **mor
     part = (
         {"writer": writer, "chunk": None, "layers": None}
         if writer is None
-        else {
-            "writer": writer,
-            "chunk": 0,
-            "layers": [0, 32],
-        }
+        else {"writer": writer, "chunk": 0, "layers": [0, 32]}
     )
     return {
         "at_ns": NOW + round(at_ms * MS),
@@ -190,12 +186,7 @@ def peers(name: str) -> list[dict[str, Any]]:
 
 def _peer(name: str, other: str) -> dict[str, Any]:
     odd, writes = other == "decode-1", role_of(name) == "prefill"
-    lane = {
-        "lane_gb_per_s": 8.4,
-        "lane_descriptor_ns": 950,
-        "lane_measured_age_ns": 70 * S,
-        "lane_direct": "nvlink",
-    }
+    lane = {"lane_gb_per_s": 8.4, "lane_descriptor_ns": 950, "lane_measured_age_ns": 70 * S, "lane_direct": "nvlink"}
     return typical.peer_row(
         name,
         other,

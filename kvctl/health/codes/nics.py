@@ -335,11 +335,7 @@ def lane_not_rdma(snapshot: Snapshot) -> Iterator[Finding]:
                     "counters",
                     f"of the {size(moved)} that it moved, the RDMA ports carried {size(over_rdma)} and one interface "
                     f"{size(ethernet)}",
-                    {
-                        "moved_bytes": round(moved),
-                        "rdma_bytes": round(over_rdma),
-                        "interface_bytes": round(ethernet),
-                    },
+                    {"moved_bytes": round(moved), "rdma_bytes": round(over_rdma), "interface_bytes": round(ethernet)},
                 )
 
 

@@ -26,13 +26,7 @@ from kvctl.health.codes.facts import (
     silences,
     unresponsive,
 )
-from kvctl.health.codes.network import (
-    Interruption,
-    host_of,
-    interrupted,
-    interruptions,
-    row_about,
-)
+from kvctl.health.codes.network import Interruption, host_of, interrupted, interruptions, row_about
 from kvctl.health.finding import Code, Finding, Severity, agree, counted, health_code, listed, named_in, pair
 from kvctl.health.snapshot import Agent, Snapshot
 from kvctl.render.units import duration

@@ -78,9 +78,7 @@ def _option_problems(options: Mapping[str, str], environ: Mapping[str, str]) -> 
     plugins = environ.get("SGLANG_PLUGINS", "")
     if plugins and BACKEND not in map(str.strip, plugins.split(",")):
         yield Problem(
-            f"SGLANG_PLUGINS={plugins}",
-            "SGLang does not load kvctl's plugin",
-            f"add {BACKEND} to it, or unset it",
+            f"SGLANG_PLUGINS={plugins}", "SGLang does not load kvctl's plugin", f"add {BACKEND} to it, or unset it"
         )
 
 

@@ -243,9 +243,7 @@ def _value_problems(server: Server, config: Mapping[str, Any], start: str) -> It
     policy = config.get("kv_load_failure_policy", "fail")
     if policy not in _POLICIES:
         yield Problem(
-            f"kv_load_failure_policy is {_shown(policy)}",
-            "vLLM knows fail and recompute, and does not start",
-            start,
+            f"kv_load_failure_policy is {_shown(policy)}", "vLLM knows fail and recompute, and does not start", start
         )
     port = config.get("kv_port", KV_PORT)
     if not isinstance(port, int) or not 0 < port <= _LARGEST_PORT or server.ports.stop - 1 > _LARGEST_PORT:

@@ -10,14 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvctl.lab.bench.fleet import Fleet
 from kvctl.lab.bench.machine import rooflines_of

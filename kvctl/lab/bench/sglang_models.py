@@ -16,15 +16,7 @@ MODEL_SIZES = ("layers", "kv_heads", "head_dim")
 """Options that change the shape of a model with random weights."""
 
 _DEFAULT = "llama-3.1-8b"
-_TINY = {
-    "layers": 8,
-    "hidden": 128,
-    "heads": 8,
-    "kv_heads": 4,
-    "head_dim": 16,
-    "intermediate": 256,
-    "vocabulary": 512,
-}
+_TINY = {"layers": 8, "hidden": 128, "heads": 8, "kv_heads": 4, "head_dim": 16, "intermediate": 256, "vocabulary": 512}
 _VOCABULARY = 32000
 _COMMON_VOCABULARY = 1000  # which models have whose vocabulary is not known
 _LEAST_POSITIONS = 4096

@@ -175,12 +175,7 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        python: Path,
-        model: Path,
-        folder: Path,
-        flags: Sequence[str],
-        environment: Mapping[str, str],
+        self, python: Path, model: Path, folder: Path, flags: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         self.python = python
         self.model = model

@@ -107,10 +107,7 @@ FAULTS: tuple[FaultKind, ...] = (
     FaultKind("write-doubt", "share", "Writes reported as failed whose bytes land slightly later.", ("KV_TRANSPORT",)),
     FaultKind("slow-reader", "time", "A decode rank polls for arrivals only at this interval."),
     FaultKind(
-        "slow-scatter",
-        "time",
-        "A staged part is copied from the ring to its pages this long after it landed.",
-        STUCK,
+        "slow-scatter", "time", "A staged part is copied from the ring to its pages this long after it landed.", STUCK
     ),
     FaultKind("slow-writer", "time", "A write is reported complete this long after its post."),
     FaultKind("slow-lane", "time", "Every write is posted this much later, so the bytes are late as well."),

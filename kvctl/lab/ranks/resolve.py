@@ -12,13 +12,7 @@ from typing import Any
 
 from kvctl.lab.ranks.geometry import model_shape, resolve_shape, side_of
 from kvctl.lab.ranks.plan import Plan, PlannedRank, PlannedShape, PlannedShare
-from kvctl.lab.ranks.request import (
-    PIPELINES,
-    STAGED_PATHS,
-    PlanRequest,
-    Role,
-    choose,
-)
+from kvctl.lab.ranks.request import PIPELINES, STAGED_PATHS, PlanRequest, Role, choose
 from kvctl.lab.ranks.sizing import MIB, Placement, gpu_budget, host_budget, place, rank_bytes, ring_bytes
 from kvctl.lab.ranks.transfer_volume import OwedParts, TransferVolume
 from kvctl.lab.ranks.workload import LoadNeeds, prefill_groups, resolve_load, segment_items

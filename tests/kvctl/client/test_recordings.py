@@ -22,14 +22,7 @@ from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import Fleet
 from kvctl.client.recorder import Series, SnapshotRecorder, save_recording, write_snapshots
-from kvctl.client.recordings import (
-    Answer,
-    RecordedAgent,
-    RecordedSnapshot,
-    RecordingSource,
-    decode,
-    encode,
-)
+from kvctl.client.recordings import Answer, RecordedAgent, RecordedSnapshot, RecordingSource, decode, encode
 from kvctl.errors import CliError
 from kvctl_agent.contract.admin import ErrorCode
 from kvctl_agent.errors import RequestRefused

@@ -57,9 +57,7 @@ VALUES: dict[Callable[[str], Any], dict[str, Any]] = {
     },
 }
 WRONG: dict[Callable[[str], Any], dict[str, tuple[str, ...]]] = {
-    parse_tokens: {
-        "is not a whole number of at least 1": ("", "0", "-4", "1.5", "16,", "..", "1..", "many", "1e3"),
-    },
+    parse_tokens: {"is not a whole number of at least 1": ("", "0", "-4", "1.5", "16,", "..", "1..", "many", "1e3")},
     parse_kv_layouts: {"prefill and decode, such as nhd,hnd": ("", ",", "nhd,hnd,nhd")},
     parse_sweep: {
         "write concurrency=1,4,16": ("", "concurrency", "speed=1"),
@@ -87,7 +85,7 @@ WRONG: dict[Callable[[str], Any], dict[str, tuple[str, ...]]] = {
         "write NAME:ROWSxHEADSxBYTES": (
             *("conv", "conv:4x1", "conv:4x1x256:rows"),
             *("Conv:1x1x1", "a:1x1x1:window=", "conv:-1x1x1"),
-        ),
+        )
     },
     parse_kv_group: {
         "write NAME:layers=N,page=TOKENS": ("swa", "swa:layers=2", "Swa:layers=2,page=16"),

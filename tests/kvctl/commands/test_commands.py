@@ -87,8 +87,7 @@ def test_partial_answers_are_printed_named_and_exit_7(start: Any, kvctl: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"),
-    [(ErrorCode.NOT_PERMITTED, 5), (ErrorCode.UNKNOWN_COMMAND, 6), (ErrorCode.INTERNAL, 1)],
+    ("code", "expected"), [(ErrorCode.NOT_PERMITTED, 5), (ErrorCode.UNKNOWN_COMMAND, 6), (ErrorCode.INTERNAL, 1)]
 )
 def test_when_all_refuse_the_reason_is_the_exit_code(code: ErrorCode, expected: int, start: Any, kvctl: Any) -> None:
     start("decode-0", {"layers": refusal(code, "no")})

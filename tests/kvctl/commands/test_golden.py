@@ -66,13 +66,7 @@ NOT_HERE = {
     ("hosts", "ls"),
     ("hosts", "show"),
 }
-SUFFIXES = {
-    "table": "-pipe.txt",
-    "tsv": ".tsv",
-    "json": ".json",
-    "jsonl": ".jsonl",
-    "csv": ".csv",
-}
+SUFFIXES = {"table": "-pipe.txt", "tsv": ".tsv", "json": ".json", "jsonl": ".jsonl", "csv": ".csv"}
 # The error bound of a clock, in the table of a room's ranks and in its JSON.
 _MEASURED = re.compile(r" +\d[\d.]* [µm]s$", re.MULTILINE)
 _TITLES = re.compile(r"(?=.*[A-Z]{2})[^a-z=,]+")

@@ -39,10 +39,7 @@ class TestEnded:
         start("decode-1")
         start_ended("decode-0")
         outcome = kvctl("agents", "-o", "json")
-        assert [(row["agent"], row["state"]) for row in outcome.data] == [
-            ("decode-0", "ended"),
-            ("decode-1", "ok"),
-        ]
+        assert [(row["agent"], row["state"]) for row in outcome.data] == [("decode-0", "ended"), ("decode-1", "ok")]
         assert outcome.code == 0
         assert "decode-0 ended 3 min ago: what is shown of it is as of then" in outcome.err
         outcome = kvctl("status", "-o", "table")

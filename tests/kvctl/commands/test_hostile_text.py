@@ -36,10 +36,7 @@ ARGUMENTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("wait",): ("--for", "ready"),
 }
 # They read no agent, start copy_threads, write files, or answer requests on stdin.
-NOT_HERE = {
-    *("bench", "demo", "tune", "preflight", "top", "record"),
-    *("completion", "help", "key", "context", "mcp"),
-}
+NOT_HERE = {*("bench", "demo", "tune", "preflight", "top", "record"), *("completion", "help", "key", "context", "mcp")}
 
 
 def poisoned(value: Any, key: str = "") -> Any:

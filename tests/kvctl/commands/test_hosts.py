@@ -69,10 +69,7 @@ def test_one_host(start_hosts: Any, kvctl: Any) -> None:
     assert outcome.out.startswith("host     n4")
     assert "decode-1@n4" in outcome.out
     assert "decode-1@n2" not in outcome.out
-    assert [row["name"] for row in kvctl("hosts", "show", "n4", "-o", "json").data] == [
-        "decode-0@n4",
-        "decode-1@n4",
-    ]
+    assert [row["name"] for row in kvctl("hosts", "show", "n4", "-o", "json").data] == ["decode-0@n4", "decode-1@n4"]
     wrong = kvctl("hosts", "show", "n44")
     assert wrong.code == 1
     assert wrong.err.startswith("kvctl: no agent is on a host n44, did you mean n4")
@@ -101,11 +98,7 @@ def test_a_host_of_which_no_agent_answers_is_one_row(with_mute_host: tuple[str, 
     assert outcome.err == f"kvctl: host 127.0.0.3 (all 2 agents): {SILENT}\n"
     assert outcome.code == 7
     agents = kvctl("agents", *with_mute_host, "-o", "json")
-    assert sorted(row["host"] for row in agents.data) == ["127.0.0.3"] * 2 + [
-        *["n1"] * 2,
-        *["n2"] * 2,
-        *["n3"] * 2,
-    ]
+    assert sorted(row["host"] for row in agents.data) == ["127.0.0.3"] * 2 + [*["n1"] * 2, *["n2"] * 2, *["n3"] * 2]
     shown = kvctl("hosts", "show", "127.0.0.3", *with_mute_host)
     assert "2 silent" in shown.out
 

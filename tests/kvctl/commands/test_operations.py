@@ -32,10 +32,7 @@ ACTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "drain-some": (("drain", "decode-1", "prefill-*"), {"decode-1", "prefill-0", "prefill-1"}),
     "resume": (("resume", "decode-1"), {"decode-1"}),
     "forget": (("peers", "forget", "decode-1"), {"prefill-0", "prefill-1"}),
-    "set": (
-        ("config", "set", "waiting_timeout_s", "60"),
-        {"decode-0", "decode-1", "prefill-0", "prefill-1"},
-    ),
+    "set": (("config", "set", "waiting_timeout_s", "60"), {"decode-0", "decode-1", "prefill-0", "prefill-1"}),
 }
 every = pytest.mark.parametrize("args", [args for args, _ in ACTS.values()], ids=ACTS)
 

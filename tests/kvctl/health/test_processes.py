@@ -108,8 +108,7 @@ class TestStopped:
 
 class TestStarved:
     @pytest.mark.parametrize(
-        ("for_ns", "severity"),
-        [(1_400 * MS, None), (1_600 * MS, Severity.WARNING), (60 * S, Severity.CRITICAL)],
+        ("for_ns", "severity"), [(1_400 * MS, None), (1_600 * MS, Severity.WARNING), (60 * S, Severity.CRITICAL)]
     )
     def test_grows_from_a_warning_to_critical(self, for_ns: int, severity: Severity | None) -> None:
         fleet = Fleet()

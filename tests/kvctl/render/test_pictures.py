@@ -114,11 +114,7 @@ class TestHiddenAndExposed:
         assert "".join(piece for piece, _ in split(share, 8)) == picture
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=8),
-    st.floats(0, 1e9),
-    st.integers(1, 200),
-)
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=8), st.floats(0, 1e9), st.integers(1, 200))
 def test_bars_never_leave_their_width(pieces: list[tuple[float, float]], end: float, width: int) -> None:
     spans = segments([(start, stop, ("x", "")) for start, stop in pieces], end, width)
     assert sum(len(piece) for piece, _ in spans) == width

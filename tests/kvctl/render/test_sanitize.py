@@ -15,8 +15,7 @@ ANY_TEXT = st.text(max_size=40)  # lone surrogates, too
 
 
 @pytest.mark.parametrize(
-    "character",
-    [*"\x1b\x07\x08\r\x7f\x85\x9b", "\u200b", "\u202e", "\u2066", "\ufeff", "\U000e0041"],
+    "character", [*"\x1b\x07\x08\r\x7f\x85\x9b", "\u200b", "\u202e", "\u2066", "\ufeff", "\U000e0041"]
 )
 def test_what_a_terminal_obeys_or_hides_is_seen(character: str) -> None:
     assert printable(f"a{character}b") == printable_lines(f"a{character}b") == "a\ufffdb"

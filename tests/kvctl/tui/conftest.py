@@ -395,10 +395,7 @@ def build() -> Build:
     """Builds an app that reads a specimen: `build(specimen, view, recorded=…)`."""
 
     def make(
-        specimen: Specimen,
-        view: str = "overview",
-        recorded: bool = False,
-        findings: Sequence[Finding] = (),
+        specimen: Specimen, view: str = "overview", recorded: bool = False, findings: Sequence[Finding] = ()
     ) -> TopApp:
         nobody = "no agent found in /run/kvctl. Start some here: kvctl demo"
         mode = Mode(source="fleet.kvrec" if recorded else "", no_agents=lambda survey: nobody)

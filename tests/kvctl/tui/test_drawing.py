@@ -55,10 +55,7 @@ def test_pictures_beside_each_other_begin_in_one_column(
 
 def test_a_wrapped_line_breaks_where_there_is_a_gap() -> None:
     line = [("rooms    ", "dim"), ("4", "bold"), (" Bootstrapping   ", ""), ("12", "bold"), (" WaitingForInput", "")]
-    assert [words(each) for each in wrapped(line, 30, 9)] == [
-        "rooms    4 Bootstrapping",
-        "         12 WaitingForInput",
-    ]
+    assert [words(each) for each in wrapped(line, 30, 9)] == ["rooms    4 Bootstrapping", "         12 WaitingForInput"]
     assert [words(each) for each in wrapped(line, 80, 9)] == [words(line)]
     ranks = [("decode   ", "dim"), ("2 of 2 ranks answered", ""), (", nixl over shm, pools on cpu", "")]
     assert [words(each) for each in wrapped(ranks, 50, 9)] == ["decode   2 of 2 ranks answered, nixl over shm, po…"]

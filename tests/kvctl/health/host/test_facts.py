@@ -338,18 +338,11 @@ def test_versions(agents: dict[str, str], severity: Severity, words: str) -> Non
     assert words in fact.found
 
 
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [("observe", "only reads"), ("backend", "kvctl's agent transfers")],
-)
+@pytest.mark.parametrize(("mode", "words"), [("observe", "only reads"), ("backend", "kvctl's agent transfers")])
 def test_which_ranks_have_the_plugin_of_sglang(host: Host, tmp_path: Path, mode: str, words: str) -> None:
     fleet = Fleet()
     for name in fleet.answers:
-        fleet.answers[name]["status"]["integration"] = {
-            "engine": "sglang",
-            "engine_version": "0.5.23",
-            "mode": mode,
-        }
+        fleet.answers[name]["status"]["integration"] = {"engine": "sglang", "engine_version": "0.5.23", "mode": mode}
     fact = only(inspect(host(packages={"sglang": "0.5.23"}), tmp_path, fleet.snapshot()), "SGLang")
     assert fact.severity is Severity.INFO
     assert f"0.5.23, plugin of kvctl 0.1.0 loaded in mode {mode} by decode-0, " in fact.found

@@ -356,8 +356,7 @@ def test_ranks_that_have_loaded_the_connector(simulated: Simulated, tmp_path: Pa
     for name in fleet.answers:
         settings = {"kv_load_failure_policy": "fail", "kv_role": "kv_producer"}
         fleet.status(
-            name,
-            integration={"engine": "vllm", "engine_version": "0.32.0", "mode": "connector", "settings": settings},
+            name, integration={"engine": "vllm", "engine_version": "0.32.0", "mode": "connector", "settings": settings}
         )
     loaded, policy = [fact for fact in inspect(simulated(), tmp_path, fleet.snapshot()) if fact.topic == "vLLM"]
     assert loaded.found == "0.32.0, connector of kvctl 0.1.0 loaded by decode-0 and prefill-0"

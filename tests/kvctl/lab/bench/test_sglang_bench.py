@@ -95,9 +95,7 @@ def test_a_side_with_other_tokens_is_named(tmp_path: Path) -> None:
     pairs[2].wrong = True
     bench = bench_of(pairs)
     bench.run(all_at_once=True)
-    assert bench.problems() == [
-        "kvctl: tokens differ from those of undivided after prompts of 1, 15, 17, 64 tokens",
-    ]
+    assert bench.problems() == ["kvctl: tokens differ from those of undivided after prompts of 1, 15, 17, 64 tokens"]
     assert [row["verified"] for row in bench.rows()[:3]] == [True, True, False]
 
 

@@ -59,11 +59,7 @@ def test_a_room_takes_its_whole_prefill_instance_and_its_decode_group():
 
 @pytest.mark.parametrize(
     ("down", "left"),
-    [
-        ("p0-prefill-1", {(1, 0), (1, 1)}),
-        ("p1-prefill-0", {(0, 0), (0, 1)}),
-        ("decode-0", {(0, 1), (1, 1)}),
-    ],
+    [("p0-prefill-1", {(1, 0), (1, 1)}), ("p1-prefill-0", {(0, 0), (0, 1)}), ("decode-0", {(0, 1), (1, 1)})],
 )
 def test_a_rank_that_is_down_gets_none(down: str, left: set[tuple[int, int]]):
     rooms = [choice.room for choice in chosen(router(planned_ranks()), {**ALL, down: []})]

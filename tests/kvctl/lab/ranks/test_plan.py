@@ -135,12 +135,7 @@ def test_instances_of_different_layouts_take_turns_and_each_holds_only_its_own_r
 def test_stages_hold_their_layers_and_may_be_uneven():
     plan = make_plan(request(**SMALL, prefill=(Sizes(pp=2, layers=(3, 1)),), decode=Sizes(pp=2)))
     layers = {(rank["role"], rank["pp"]): rank["layers"] for rank in plan["ranks"]}
-    assert layers == {
-        ("prefill", 0): [0, 3],
-        ("prefill", 1): [3, 4],
-        ("decode", 0): [0, 2],
-        ("decode", 1): [2, 4],
-    }
+    assert layers == {("prefill", 0): [0, 3], ("prefill", 1): [3, 4], ("decode", 0): [0, 2], ("decode", 1): [2, 4]}
     assert [(share["writer"], share["reader"], share["layers"]) for share in plan["shares"]] == [
         (0, 0, [0, 2]),
         (0, 1, [2, 3]),
