@@ -93,7 +93,8 @@ def _add(instances: list[tuple[set[int], list[int]]], ranks: set[int], indices: 
 
 def _names(members: Sequence[Sequence[Status]]) -> list[str]:
     stems = [name_stem(ranks[0]) for ranks in members]
-    names = _told_apart(stems, [_first_host(ranks) for ranks in members])
+    hosts = [min((str(rank.get("host", "")) for rank in ranks), key=natural_key) for ranks in members]
+    names = _told_apart(stems, hosts)
     names = _told_apart(names, [str(ranks[0].get("registry") or "").rpartition("/")[2] for ranks in members])
     total, seen = Counter(names), Counter[str]()
     for index, name in enumerate(names):
@@ -109,7 +110,3 @@ def _told_apart(names: Sequence[str], marks: Sequence[str]) -> list[str]:
     for name, mark in zip(names, marks, strict=True):
         same.setdefault(name, set()).add(mark)
     return [f"{name}@{mark}" if mark and len(same[name]) > 1 else name for name, mark in zip(names, marks, strict=True)]
-
-
-def _first_host(ranks: Sequence[Status]) -> str:
-    return min((str(rank.get("host", "")) for rank in ranks), key=natural_key)

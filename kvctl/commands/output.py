@@ -39,7 +39,8 @@ class Output:
         self._settings = settings
         self.format = settings.output
         self._terminal = to_terminal()
-        self.colour = settings.color == "always" or (settings.color == "auto" and _colour_supported())
+        supported = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.colour = settings.color == "always" or (settings.color == "auto" and supported)
         self._printed = 0
 
     @property
@@ -212,7 +213,3 @@ class Output:
 def to_terminal() -> bool:
     """Returns whether stdout is a terminal."""
     return sys.stdout.isatty()
-
-
-def _colour_supported() -> bool:
-    return to_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

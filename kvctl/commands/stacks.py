@@ -12,11 +12,6 @@ from kvctl.commands.settings import Settings
 from kvctl.render.report import Line, Report, Text
 from kvctl.render.view import Column, Kind, Row, View, Width
 
-
-def _innermost(row: Row) -> str | None:
-    return row["frames"][-1] if row["frames"] else None
-
-
 STACKS = View(
     "stacks",
     (
@@ -25,7 +20,7 @@ STACKS = View(
         Column("ident", Kind.ID, Width.WIDE, "Identifier of the thread."),
         Column("daemon", Kind.FLAG, Width.WIDE, "Whether the thread is a daemon thread."),
         Column("depth", Kind.COUNT, help="Number of frames.", path=lambda row: len(row["frames"])),
-        Column("at", help="Innermost frame.", path=_innermost),
+        Column("at", help="Innermost frame.", path=lambda row: row["frames"][-1] if row["frames"] else None),
         Column("frames", Kind.LIST, Width.WIDE, "All frames, outermost first."),
     ),
     sort=("agent", "thread"),

@@ -185,12 +185,8 @@ def _differences(ranks: Sequence[Row]) -> dict[str, list[str]]:
             continue
         for row, value in zip(ranks, values, strict=True):
             if value != usual:
-                found.setdefault(row["name"], []).append(f"{name} {_shown(value)}")
+                found.setdefault(row["name"], []).append(f"{name} {'none' if value is None else value}")
     return found
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def _majority(values: Iterable[Any]) -> Any:

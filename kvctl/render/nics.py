@@ -26,7 +26,7 @@ NICS = View(
             "gbit_per_s",
             Kind.NUMBER,
             help="Speed of the link.",
-            path=lambda row: _scaled(row["bits_per_s"], 1e9),
+            path=lambda row: None if row["bits_per_s"] is None else row["bits_per_s"] / 1e9,
             header="GBIT/S",
         ),
         Column("sent_gb_per_s", Kind.RATE, help="GB/s sent since the reading before.", header="OUT GB/S"),
@@ -74,7 +74,7 @@ NICS = View(
             Kind.LIST,
             Width.WIDE,
             "Addresses of an RDMA port.",
-            path=lambda row: [_gid(each) for each in row["gids"]],
+            path=lambda row: [f"{gid['index']}={gid['gid']} {gid['kind']}" for gid in row["gids"]],
         ),
         Column(
             "distances",
@@ -143,11 +143,3 @@ def _rate(now: Row, before: Row | None, field: str, elapsed_ns: int) -> float | 
     if after is None or earlier is None or after < earlier or elapsed_ns <= 0:
         return None
     return float((after - earlier) / elapsed_ns)
-
-
-def _scaled(value: float | None, divisor: float) -> float | None:
-    return None if value is None else value / divisor
-
-
-def _gid(gid: Row) -> str:
-    return f"{gid['index']}={gid['gid']} {gid['kind']}"

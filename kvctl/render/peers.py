@@ -199,7 +199,8 @@ def draw_matrix(rows: Sequence[Row], width: int) -> list[Line]:
             lines.append([(f"{'':<{margin}}  {prefix}…", "bold")])
         lines.append([(f"{'':<{margin}}  " + "".join(f"{head:<{size}}" for head in heads).rstrip(), "bold")])
         for name in prefill:
-            line: list[Span] = [(f"{_cut(name, margin):<{margin}}  ", "")]
+            label = name if len(name) <= margin else f"{name[: margin - 1]}…"
+            line: list[Span] = [(f"{label:<{margin}}  ", "")]
             for other in names:
                 line += _matrix_cell(cells.get((name, other)), lanes, size)
             lines.append(line)
@@ -249,7 +250,3 @@ def _matrix_legend(rows: Sequence[Row], lanes: Mapping[str, str]) -> list[Line]:
                 ]
             )
     return lines
-
-
-def _cut(text: str, size: int) -> str:
-    return text if len(text) <= size else f"{text[: size - 1]}…"

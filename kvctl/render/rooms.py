@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from kvctl.client.clock import ClockOffset
-from kvctl.client.room_timeline import PartTimeline, RoomTimeline, join
+from kvctl.client.room_timeline import RoomTimeline, join
 from kvctl.render import palette, units
 from kvctl.render.bars import drawn_stages, legend, segments
 from kvctl.render.clocks import corrections
@@ -423,7 +423,7 @@ def _waits(room: RoomTimeline) -> list[Line]:
 
 def _part_bars(room: RoomTimeline, width: int) -> list[Line]:
     shown = room.parts[:_MOST_BARS]
-    labels = [_part_label(part) for part in shown]
+    labels = [f"w{part.writer} c{part.chunk} L{layer_range(*part.layers)} → {part.decode}" for part in shown]
     margin = max(map(len, labels)) + 2
     cells = max(10, width - margin - 11)
     start = min(at for part in room.parts for at in part.moments.values())
@@ -436,7 +436,3 @@ def _part_bars(room: RoomTimeline, width: int) -> list[Line]:
     if len(room.parts) > len(shown):
         lines.append([(f"{len(room.parts) - len(shown)} more parts (-o json has all)", "dim")])
     return [*lines, legend()]
-
-
-def _part_label(part: PartTimeline) -> str:
-    return f"w{part.writer} c{part.chunk} L{layer_range(*part.layers)} → {part.decode}"

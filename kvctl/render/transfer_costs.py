@@ -7,7 +7,7 @@ is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvctl.client.instances import instances
@@ -106,7 +106,7 @@ def _pair(
     tokens: int,
 ) -> dict[str, Any]:
     writers = {rank.name: rank for rank, _ in rows}
-    by_writer = [_slowest([cost for rank, cost in rows if rank.name == name]) for name in writers]
+    by_writer = [max((cost for rank, cost in rows if rank.name == name), key=_alone) for name in writers]
     best = min(by_writer, key=_alone)
     peers = list(dict.fromkeys(cost["peer"] for _, cost in rows))
     readers = [decoders[name] for name in peers if name in decoders]
@@ -154,8 +154,3 @@ _BEST = (
 def _alone(cost: Row) -> float:
     alone = cost["alone_ns"]
     return float("inf") if alone is None else float(alone)
-
-
-def _slowest(costs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Returns the row with the longest prediction; a row without one comes before all others."""
-    return max(costs, key=_alone)

@@ -170,10 +170,6 @@ def _names(agents: Iterable[Agent]) -> list[str]:
     return sorted(agent.name for agent in agents)
 
 
-def _speed(port: Port) -> str:
-    return f"{amount(port.row, 'bits_per_s') / 1e9:g} Gbit/s"
-
-
 def _shows(host: str, options: str = "") -> str:
     command = f"kvctl nics -l {shlex.quote(f'host={host}')} {options}"
     return f"`{command.rstrip()}`"
@@ -207,8 +203,8 @@ def nic_down(snapshot: Snapshot) -> Iterator[Finding]:
             fastest = max(amount(each.row, "bits_per_s") for each in active)
             slower = [each for each in active if amount(each.row, "bits_per_s") < fastest]
             if port in slower and amount(port.row, "bits_per_s") and _odd(len(slower), len(active) - len(slower)):
-                speed = f"{fastest / 1e9:g} Gbit/s"
-                yield _link_finding(host, port, alike, f"runs at {_speed(port)}, where its siblings have {speed}")
+                own, speed = (f"{each / 1e9:g} Gbit/s" for each in (amount(port.row, "bits_per_s"), fastest))
+                yield _link_finding(host, port, alike, f"runs at {own}, where its siblings have {speed}")
         for bond in host.ports.values():
             members = texts(bond.row, "interfaces") if text(bond.row, "model") == "bond" else []
             named = [(name, host.ports.get((bond.network, name))) for name in members]
@@ -437,7 +433,8 @@ def _nodes(values: Iterable[float]) -> str:
     "UCX_IB_GID_INDEX, MC_GID_INDEX), or unset the index, so that the engine chooses.",
 )
 def gid_unroutable(snapshot: Snapshot) -> Iterator[Finding]:
-    everywhere = [port for host in snapshot.once(hosts).values() for port in host.rdma() if _roce(port)]
+    everywhere = [port for host in snapshot.once(hosts).values() for port in host.rdma()]
+    everywhere = [port for port in everywhere if text(port.row, "link") == "RoCE" and port.is_up]
     for port in everywhere:
         others = [each for each in everywhere if each is not port]
         if not port.users or not any(_routable(each, None) for each in others):
@@ -466,10 +463,6 @@ def gid_unroutable(snapshot: Snapshot) -> Iterator[Finding]:
             f"{listed(texts(port.row, 'interfaces')) if texts(port.row, 'interfaces') else 'its interface'} an IP "
             "address, or choose another UCX_IB_GID_INDEX or MC_GID_INDEX",
         )
-
-
-def _roce(port: Port) -> bool:
-    return text(port.row, "link") == "RoCE" and port.is_up
 
 
 def _routable(port: Port, index: float | None) -> bool:

@@ -271,13 +271,9 @@ def _times(timings: Sequence[RoomTiming]) -> dict[str, Any]:
         "compute_ms": summary_ms(each.compute_ns for each in timings),
         "total_ms": summary_ms(each.success_ns - each.started_ns for each in timings),
         "done_ms": summary_ms(max(0, each.done_ns - each.success_ns) for each in timings),
-        "ttft_ms": _ttft(timings),
+        "ttft_ms": summary_ms(each.first_token_ns - each.opened_ns for each in timings),
         "tpot_ms": summary_ms(each.token_ns for each in timings if each.token_ns is not None),
     }
-
-
-def _ttft(timings: Sequence[RoomTiming]) -> dict[str, float | None]:
-    return summary_ms(each.first_token_ns - each.opened_ns for each in timings)
 
 
 def _latency_over_copy(timings: Sequence[RoomTiming], gb_per_s: float | None) -> float | None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 from textual.containers import Container
 
-from kvctl.render.report import Line
 from kvctl.render.staging import ALLOCATIONS, GATED, STAGING, allocation_legend, draw_ring
 from kvctl.render.view import Row
 from kvctl.tui.listings import TableQuery
@@ -54,7 +53,10 @@ class StagingPanel(Panel):
         if rings:
             all_fit = len(rings) * _LINES_PER_RING <= self.size.height // 2
             drawn = rings if all_fit else chosen
-            picture.show(lambda width: _maps(drawn, width), ([("ring" if len(drawn) == 1 else "rings", "")], []))
+            picture.show(
+                lambda width: [*(line for ring in drawn for line in draw_ring(ring, width)), allocation_legend()],
+                ([("ring" if len(drawn) == 1 else "rings", "")], []),
+            )
         else:
             text = "no decode rank has a staging ring" if answers else "not read yet"
             picture.show(lambda width: [[(text, "dim")]], ([("ring", "")], []))
@@ -66,10 +68,6 @@ class StagingPanel(Panel):
         show(self.query_one("#staging-allocations", Table), ALLOCATIONS, rows, store, query)
         gated: list[Row] = [{"agent": answer["agent"], **part} for answer in answers for part in answer["gated"]]
         show(self.query_one("#staging-gated", Table), GATED, gated, store, query, note=_reasons(gated))
-
-
-def _maps(rings: Sequence[Row], width: int) -> list[Line]:
-    return [*(line for ring in rings for line in draw_ring(ring, width)), allocation_legend()]
 
 
 def _reasons(gated: Sequence[Row]) -> str:
