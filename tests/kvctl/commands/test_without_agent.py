@@ -50,20 +50,6 @@ def test_doctor_without_an_answer(kvctl: Any) -> None:
     assert outcome.out.endswith(f"next: curl -m 10 http://{place}/metrics\n")
 
 
-@pytest.mark.parametrize(
-    ("args", "error"),
-    [
-        (("--url", "http://node-0:8000", "--host-only"), "--url examines servers that run"),
-        (("--url", "http://node-0:8000", "--", "vllm", "serve", "MODEL"), "--url examines servers that run"),
-        (("--url", "tcp://node-0:8000"), "--url takes http://"),
-        (("--url", "file:///etc/passwd"), "--url takes http://"),
-    ],
-)
-def test_what_doctor_does_not_take_with_url(args: tuple[str, ...], error: str, kvctl: Any) -> None:
-    outcome = kvctl("doctor", *args)
-    assert (outcome.code, error in outcome.err) == (2, True)
-
-
 def test_status(servers: tuple[Exporter, Exporter], kvctl: Any) -> None:
     outcome = kvctl("status", *(f"-emetrics://{server.place}" for server in servers), "-o", "table")
     assert (outcome.code, outcome.err) == (0, "")

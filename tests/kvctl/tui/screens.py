@@ -33,3 +33,15 @@ def on_screen(view: str = "overview", **options: Any) -> Callable[[Script], Call
         return run
 
     return decorate
+
+
+async def press(pilot: Any, *keys: str) -> None:
+    """Presses keys, and waits until the app has handled them."""
+    await pilot.press(*keys)
+    await pilot.pause()
+
+
+async def beat(pilot: Any) -> None:
+    """Advances the time of the specimen by a second, and waits until the app has shown it."""
+    pilot.app.feed.beat()
+    await pilot.pause()

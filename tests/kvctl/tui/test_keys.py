@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvctl.tui import VIEWS
 from kvctl.tui.dialogs import Help, Prompt
 from kvctl.tui.widgets import Bar, Table
-from tests.kvctl.tui.screens import on_screen
-
-VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
+from tests.kvctl.tui.screens import beat, on_screen, press
 
 
 def said(pilot: Any) -> list[str]:
@@ -23,11 +22,6 @@ def bar(pilot: Any, name: str) -> str:
     return "\n".join(
         "".join(text for text, _ in left + right) for left, right in pilot.app.query_one(f"#{name}", Bar)._lines
     )
-
-
-async def press(pilot: Any, *keys: str) -> None:
-    await pilot.press(*keys)
-    await pilot.pause()
 
 
 def row(pilot: Any) -> Any:
@@ -50,8 +44,7 @@ async def test_a_filter_holds_until_escape(pilot: Any) -> None:
     await press(pilot, *"agent=decode-2 ", "&", *" state=Bootstrapping", "enter")
     rows = pilot.app.panel.main.listing.rows
     assert {(each["agent"], each["state"]) for each in rows} == {("decode-2", "Bootstrapping")}
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert len(pilot.app.panel.main.listing.rows) == len(rows)
     await press(pilot, "escape")
     assert len(pilot.app.panel.main.listing.rows) == 96
@@ -142,8 +135,7 @@ def test_a_finding_opens_with_its_remedy_and_is_copied_whole(specimen, ill, buil
 async def test_a_record_follows_its_row(pilot: Any) -> None:
     await press(pilot, "enter")
     before = pilot.app.panel.clipboard()[0]
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert pilot.app.panel.clipboard()[0] != before
     assert "1,008" in pilot.app.panel.clipboard()[0] or "done" in before
 
@@ -156,8 +148,7 @@ async def test_space_holds_the_screen_and_says_how_old_it_is(pilot: Any) -> None
     pilot.app.feed.paused = False  # a reading that was under way when the pause began
     wanted = pilot.app.feed.wanted
     wanted.append(wanted[-1].__class__("health", wanted[-1].calls))
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert pilot.app.store.now_ns == shown
     wanted.pop()
     await press(pilot, "space")
@@ -254,8 +245,7 @@ async def test_readings_come_in_while_a_dialog_is_open(pilot: Any) -> None:
     for key in ("slash", "s", "question_mark"):
         await press(pilot, key)
         before = pilot.app.store.now_ns
-        pilot.app.feed.beat()
-        await pilot.pause()
+        await beat(pilot)
         assert pilot.app.store.now_ns > before
         assert len(pilot.app.screen_stack) == 2
         await press(pilot, "escape")

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from kvctl.tui import VIEWS
 from kvctl.tui.snapshot import svg, text
+from tests.kvctl.tui.screens import beat
 
 HERE = Path(__file__).parent
-VIEWS = ("overview", "rooms", "staging", "layers", "peers", "events", "failed", "history")
 SIZES = ((80, 24), (120, 40), (200, 60))
 PAST = 30  # seconds of curves
 COMPARED = {
@@ -34,12 +35,6 @@ def check(path: Path, screen: str) -> None:
     assert screen == path.read_text(encoding="utf-8")
 
 
-async def through_time(pilot: Any, seconds: int) -> None:
-    for _ in range(seconds):
-        pilot.app.feed.beat()
-    await pilot.pause()
-
-
 def fits(screen: str, size: tuple[int, int]) -> None:
     lines = screen.splitlines()
     assert len(lines) == size[1]
@@ -54,7 +49,8 @@ def test_views(state: str, size: tuple[int, int], specimen, large, ill, build, d
         shown.prefill, shown.decode = [], []
 
     async def script(pilot: Any) -> None:
-        await through_time(pilot, PAST)
+        for _ in range(PAST):
+            await beat(pilot)
         for number, view in enumerate(VIEWS, 1):
             await pilot.press(str(number))
             await pilot.pause()
@@ -65,7 +61,8 @@ def test_views(state: str, size: tuple[int, int], specimen, large, ill, build, d
                 await pilot.press("1")
                 shown.silent = {"decode-1", "prefill-0", "prefill-3", "decode-2"}
                 shown.gone = set(shown.names) - shown.silent
-                await through_time(pilot, 3)
+                for _ in range(3):
+                    await beat(pilot)
             screen = text(pilot.app)
             fits(screen, size)
             if view in COMPARED.get((state, size[0]), ()):

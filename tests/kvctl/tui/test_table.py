@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 
 from kvctl.tui.snapshot import text
-from tests.kvctl.tui.screens import on_screen
-
-
-async def press(pilot: Any, *keys: str) -> None:
-    await pilot.press(*keys)
-    await pilot.pause()
+from tests.kvctl.tui.screens import beat, on_screen, press
 
 
 @on_screen("rooms")
@@ -22,8 +17,7 @@ async def test_the_cursor_stays_on_its_row_when_rows_above_it_go(pilot: Any, spe
     before = (table.row["agent"], table.row["room"])
     specimen.silent = {"decode-0"}
     pilot.app.store.agents.clear()  # as if it had been away for long
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert (table.row["agent"], table.row["room"]) == before
     assert table.cursor < 30
 
@@ -34,8 +28,7 @@ async def test_the_cursor_stays_near_when_its_own_row_goes(pilot: Any, specimen)
     await press(pilot, "end")
     assert table.cursor == 95
     specimen.rooms = 6
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert table.cursor == len(table.listing.rows) - 1 == 47
 
 
@@ -44,13 +37,11 @@ async def test_the_latest_ended_room_is_followed_until_the_cursor_leaves_it(pilo
     table = pilot.app.panel.main
     for _ in range(2):
         before = table.row["room"]
-        pilot.app.feed.beat()
-        await pilot.pause()
+        await beat(pilot)
         assert (table.cursor, table.row["room"]) == (0, str(int(before) + 1))
     await press(pilot, "down")
     row = (table.row["agent"], table.row["room"])
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert (table.row["agent"], table.row["room"]) == row
     assert table.cursor > 1
 
@@ -58,18 +49,15 @@ async def test_the_latest_ended_room_is_followed_until_the_cursor_leaves_it(pilo
 @on_screen("events")
 async def test_events_are_followed_until_the_cursor_leaves_the_end(pilot: Any) -> None:
     table = pilot.app.panel.main
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert table.cursor == len(table.listing.rows) - 1
     await press(pilot, "up")
     row = table.row
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert (table.row["agent"], table.row["sequence"]) == (row["agent"], row["sequence"])
     assert table.cursor < len(table.listing.rows) - 2
     await press(pilot, "end")
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert table.cursor == len(table.listing.rows) - 1
 
 
@@ -89,8 +77,7 @@ def test_only_rows_on_screen_are_formatted(large, build, drive, monkeypatch: pyt
         assert len(pilot.app.panel.main.listing.rows) == 64 * 31
         monkeypatch.setattr(Column, "human", counted)
         formatted = 0
-        pilot.app.feed.beat()
-        await pilot.pause()
+        await beat(pilot)
         assert 0 < formatted < 40 * 32 * 3
 
     drive(build(large, "rooms"), script)
@@ -101,8 +88,7 @@ async def test_columns_do_not_shrink_again(pilot: Any, specimen) -> None:
     table = pilot.app.panel.main
     before = dict(table._natural)
     specimen.rooms = 1
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert all(table._natural[column] >= size for column, size in before.items())
 
 
@@ -110,14 +96,12 @@ async def test_columns_do_not_shrink_again(pilot: Any, specimen) -> None:
 async def test_rows_of_silent_agents_say_for_how_long(pilot: Any, specimen) -> None:
     specimen.silent = {"decode-1"}
     for _ in range(4):
-        pilot.app.feed.beat()
-    await pilot.pause()
+        await beat(pilot)
     lines = [line for line in text(pilot.app).splitlines() if "decode-1" in line]
     assert "decode-1 silent for 4 s: no answer within 2 s" in lines[0]
     assert all(line.startswith("○ ") and "decode-1 4 s" in line for line in lines[1:])
     specimen.silent = set()
-    pilot.app.feed.beat()
-    await pilot.pause()
+    await beat(pilot)
     assert "silent" not in text(pilot.app)
 
 
