@@ -161,11 +161,7 @@ class ServerBench:
         """Sends requests of a load, its concurrency at a time; raises ServerError if a request failed."""
         load = self._loads[at]
         source = random.Random(f"{self._seed} {at} {number}")
-        values = load.tokens.values
-        lengths = [
-            values[index % len(values)] if values else source.randint(load.tokens.low, load.tokens.high)
-            for index in range(total)
-        ]
+        lengths = load.tokens.draw(total, source)
         prompts = [pair.prompt(length, source) for length in lengths]
         waiting = iter(prompts)
 

@@ -121,6 +121,12 @@ class Tokens:
         """Maximum prompt length."""
         return max(self.values) if self.values else self.high
 
+    def draw(self, rooms: int, source: random.Random) -> list[int]:
+        """Returns the prompt length of each of `rooms` rooms."""
+        if self.values:
+            return [self.values[index % len(self.values)] for index in range(rooms)]
+        return [source.randint(self.low, self.high) for _ in range(rooms)]
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from kvctl.lab.ranks.plan import PlannedLoad, PlannedRoom
-from kvctl.lab.ranks.request import Load, PlanRequest, Role, Tokens, draw_arrivals
+from kvctl.lab.ranks.request import Load, PlanRequest, Role, draw_arrivals
 from kvctl.lab.ranks.sizing import Budget, check_room_fits
 from kvctl.lab.ranks.transfer_volume import TransferVolume
 
@@ -105,7 +105,7 @@ def resolve_load(request: PlanRequest, volume: TransferVolume, load: Load, budge
     in_flight, batch_rooms = fit_batch(load.concurrency, count, mean_bytes, most, decode_dp, request.device == "cuda")
     batches, limits = cut(count, batch_rooms), windows(in_flight, decode_dp)
     active, groups, instances = min(in_flight, decode_dp), prefill_groups(volume), len(volume.inputs)
-    lengths = draw_tokens(load.tokens, count, request.seed)
+    lengths = load.tokens.draw(count, random.Random(request.seed))
     arrivals = draw_arrivals(request.rate, count, request.seed) if request.rate else None
     rooms = []
     for first, end in batches:
@@ -150,14 +150,6 @@ def resolve_load(request: PlanRequest, volume: TransferVolume, load: Load, budge
 def default_rooms(room_bytes: int, in_flight: int) -> int:
     """Returns the default number of rooms of a load: at least twice the rooms in flight, more if rooms are small."""
     return max(MIN_ROOMS, 2 * in_flight, min(MAX_ROOMS, ROOMS_BYTES // max(1, room_bytes)))
-
-
-def draw_tokens(tokens: Tokens, rooms: int, seed: int) -> list[int]:
-    """Returns the prompt length of each room: the listed values in rotation, or uniform random over the range."""
-    if tokens.values:
-        return [tokens.values[index % len(tokens.values)] for index in range(rooms)]
-    source = random.Random(seed)
-    return [source.randint(tokens.low, tokens.high) for _ in range(rooms)]
 
 
 def prefix_tokens(tokens: int, page_size: int, hit: float) -> int:

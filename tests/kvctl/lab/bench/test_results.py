@@ -22,12 +22,7 @@ from tests.support.bench_plan import bench_plan, run_report
 MS = 1_000_000
 GB = 10**9
 VARIANT = Variant("", PlanRequest((Sizes(),), Sizes(), loads=(), memory_bytes=0, seed=0))
-NAMES: dict[str, Any] = {
-    "prefill-0": {"role": "prefill", "device": -1},
-    "prefill-1": {"role": "prefill", "device": -1},
-    "decode-0": {"role": "decode", "device": -1},
-    "decode-1": {"role": "decode", "device": -1},
-}
+NAMES: Any = {f"{role}-{rank}": {"role": role, "device": -1} for role in ("prefill", "decode") for rank in range(2)}
 
 
 def plan(paths: tuple[str, ...] = ("slice", "staged")) -> Plan:
@@ -74,22 +69,13 @@ def trial(
         "kvctl_engine_posts_total": {path: 6.0},
         "kvctl_parts_total": {path: 2.0},
     }
-    reports = {
-        "prefill-0": report(
-            [[first, start, start + 1 * MS, 0, MS], [second, start + half, start + half + MS, 0, MS]], counters=moved
-        ),
-        "prefill-1": report(
-            [[first, start + MS, start + 2 * MS, 0, MS], [second, start + half, start + half + MS, 0, MS]],
-            counters=moved,
-        ),
-        "decode-0": report(
-            [received(first, start - MS, start + took_ms * MS)], counters={"kvctl_parts_total": {path: 2.0}}
-        ),
-        "decode-1": report(
-            [received(second, start + half - MS, start + half + took_ms * MS)],
-            counters={"kvctl_parts_total": {path: 2.0}},
-        ),
-    }
+    reports = {}
+    for rank, (index, at) in enumerate(((first, start), (second, start + half))):
+        begun = start + rank * MS
+        sent_rooms = [[first, begun, begun + MS, 0, MS], [second, start + half, start + half + MS, 0, MS]]
+        reports[f"prefill-{rank}"] = report(sent_rooms, counters=moved)
+        ended = received(index, at - MS, at + took_ms * MS)
+        reports[f"decode-{rank}"] = report([ended], counters={"kvctl_parts_total": {path: 2.0}})
     reports.update(changes.pop("reports", {}))
     clean = VerifyReport(rooms=1, bytes=1, mismatches=[], bad_rooms=[])
     verdicts = {"decode-0": clean, "decode-1": clean, **changes.pop("verdicts", {})}

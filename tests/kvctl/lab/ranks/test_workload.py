@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,9 +18,9 @@ small = st.integers(1, 40)
 @given(low=st.integers(1, 500), more=st.integers(0, 500), seed=st.integers(0, 9))
 def test_drawn_lengths_stay_in_their_range_and_follow_the_seed(low: int, more: int, seed: int):
     tokens = Tokens(low=low, high=low + more)
-    drawn = workload.draw_tokens(tokens, 50, seed)
+    drawn = tokens.draw(50, random.Random(seed))
     assert all(low <= length <= low + more for length in drawn)
-    assert drawn == workload.draw_tokens(tokens, 50, seed)
+    assert drawn == tokens.draw(50, random.Random(seed))
     assert low <= tokens.mean <= low + more == tokens.longest
 
 
