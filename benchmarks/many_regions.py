@@ -135,16 +135,20 @@ class RegionAgent:
             row = fields["rows"][0]
             fields["rows"] = [[*row[:at], other, *row[at + 1 :]] for other in others if other]
             self.documents[Document.PEERS] = msgspec.msgpack.encode(fields)
+        # As agents publish these: at the start, and when they change.
+        self._once = {each: self.documents.pop(each) for each in (Document.IDENTITY, Document.CONFIG)}
+        self.documents.pop(Document.COUNTERS, None)  # `Telemetry` publishes its own
         self._peer = others[0]
         self._open: list[Any] = []
         self._rooms = 0
 
     def publish(self) -> None:
-        """Publishes all documents."""
+        """Publishes its documents, as agents do: those that seldom change only once."""
         cells, now = self.region.cells, time.monotonic_ns()
         wanted = cells[Cell.WANTED]
-        for document, value in self.documents.items():
+        for document, value in (*self._once.items(), *self.documents.items()):
             self.region.publish(document, value, now)
+        self._once.clear()
         cells[Cell.SERVED] = wanted
 
     def room(self, stays_open: int) -> None:

@@ -222,8 +222,9 @@ class RegionDocuments:
     def _latest(self, document: Document) -> Published | None:
         known = self._published.get(document)
         try:
-            if known is None or known.number != self.cells()[Cell.PUBLISHED + document]:
-                known = self._reader.document(document) or known
+            number = self.cells()[Cell.PUBLISHED + document]
+            if known is None or known.number != number:
+                known = self._reader.document(document, number) or known
                 if known is not None:
                     self._published[document] = known
         except RegionError:  # the file was cut short

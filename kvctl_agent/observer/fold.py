@@ -23,8 +23,8 @@ from kvctl_agent.telemetry import records as rec
 from kvctl_agent.telemetry.clock import Clock
 from kvctl_agent.telemetry.durations import Latencies
 from kvctl_agent.telemetry.flight_recorder import Entry
-from kvctl_agent.telemetry.metrics import Series, Totals, whole
-from kvctl_agent.telemetry.region import Cell, Document, RegionReader
+from kvctl_agent.telemetry.metrics import Totals, whole
+from kvctl_agent.telemetry.region import MOST_COUNTERS, Cell, Document, RegionReader
 
 RATE_WINDOW_NS = 10_000_000_000
 _MOST_ACTIVE = 1 << 17  # rooms: no agent has as many, and a damaged log must not exhaust the memory
@@ -114,9 +114,10 @@ class Fold:
         """Adds a part to its room's timeline, the histograms, the stage times and the rate."""
         moments, last = part.moments, 0
         first_ready = record.part(part)
+        observe = None if self.replaying else self.metrics.observe
         for stage, at in moments.items():
-            if last:
-                self._observe("kvctl_stage_seconds", (at - last) / 1e9, stage)
+            if last and observe is not None:
+                observe("kvctl_stage_seconds", (at - last) / 1e9, stage)
             last = at
         self.stages.add(part, first_ready)
         if part.forward_done_ns is not None:
@@ -250,9 +251,11 @@ class FoldedRegion:
         self.reader = reader
         self.fold = Fold(header.name, role, Clock(header.clock_offset_ns), **limits)
         self._before = before
-        self._series: list[Series] = []
-        self._series_number = 0
-        self._values: tuple[float, ...] | None = None
+        self.fold.metrics.written = self._written
+        self._places: dict[str, list[tuple[tuple[str, ...], int]]] = {}  # of the counters: labels and place, by name
+        self._counter_count = 0
+        self._series_number = self._places_number = 0  # of publications of the series: of the latest, and as in _places
+        self._values: tuple[float, ...] | None = None  # of the counters; None: not read since `catch_up`
         self._resumed = False
 
     def catch_up(self) -> Fold:
@@ -278,7 +281,7 @@ class FoldedRegion:
             lost = self._replay(cells)
         if cells[Cell.WRITTEN] != reader.position:
             lost = self._apply() or lost
-        self._count(cells[Cell.PUBLISHED + Document.COUNTERS])
+        self._series_number, self._values = cells[Cell.PUBLISHED + Document.COUNTERS], None
         for cell, value in (
             (Cell.FOLDED, reader.position),
             (Cell.EVENTS_ADDED, fold.recorder.added),
@@ -311,25 +314,28 @@ class FoldedRegion:
             fold.apply(record)
         return piece.lost
 
-    def _count(self, number: int) -> None:
-        """Reads the values of the counters, whose series were published for the `number`-th time."""
-        if number != self._series_number and (published := self.reader.document(Document.COUNTERS)) is not None:
-            self._series_number = published.number
-            try:
-                series = _decode_series(published.value)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                series = []
-            declared = self.fold.metrics.declares
-            self._series = [each if declared(*each) else ("", ()) for each in series]
-            self._values = None
-        values = self.reader.counters(len(self._series))
-        if values == self._values:
+    def _written(self, name: str) -> Totals:
+        """Returns the values of a counter of the agent by labels; all counters are as of one moment."""
+        if self._places_number != self._series_number:
+            self._place()
+        if self._values is None:
+            self._values = self.reader.counters(self._counter_count)
+        values = ((labels, self._values[place]) for labels, place in self._places.get(name, ()))
+        return {labels: whole(value) for labels, value in values if 0 <= value < float("inf")}
+
+    def _place(self) -> None:
+        """Reads which counters there are."""
+        if (published := self.reader.document(Document.COUNTERS)) is None:
             return
-        found: dict[str, Totals] = {}
-        for (name, labels), value in zip(self._series, values, strict=False):
-            if name and 0 <= value < float("inf"):
-                found.setdefault(name, {})[labels] = whole(value)
-        self._values, self.fold.metrics.written = values, found
+        self._places_number, self._places = published.number, {}
+        try:
+            series = _decode_series(published.value)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        self._counter_count = min(len(series), MOST_COUNTERS)
+        for place, (name, labels) in enumerate(series[:MOST_COUNTERS]):
+            if self.fold.metrics.declares(name, labels):
+                self._places.setdefault(name, []).append((labels, place))
 
 
 def _resumed(value: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
 from operator import itemgetter
 from typing import Final
@@ -35,17 +35,17 @@ class Metrics(Counters):
     """Values of the declared metrics; errors as for `Counters`.
 
     Attributes:
-        written: counters of the agent by name; those that are added here are counted besides.
+        written: returns a counter of the agent by labels; those that are added here are counted besides.
     """
 
     def __init__(self, declared: Mapping[str, Metric] = METRICS_BY_NAME) -> None:
         super().__init__(_OwnMemory(), declared)
-        self.written: dict[str, Totals] = {}
+        self.written: Callable[[str], Totals] = lambda _: {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
         self._gauges: dict[str, dict[tuple[str, ...], float | None]] = {}
 
     def totals(self, name: str) -> Totals:
-        found = self.written.get(name, {}).copy()
+        found = self.written(name)
         for labels, value in super().totals(name).items() if name in self._places or not found else ():
             found[labels] = found.get(labels, 0) + value
         return found

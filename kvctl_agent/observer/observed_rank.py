@@ -137,16 +137,16 @@ class ObservedRank:
     def state(self) -> State:
         return self._documents.read(Document.STATE, State)
 
-    def turn_age_ns(self) -> int | None:
+    def turn_age_ns(self, state: State) -> int | None:
         """Returns the time since the control loop last began a turn; None: it need not, or has not begun one."""
-        return None if self.state().state == "unregistered" else since(self.cells()[Cell.TURN_NS], self.now_ns())
+        return None if state.state == "unregistered" else since(self.cells()[Cell.TURN_NS], self.now_ns())
 
     # ---- identity and state ------------------------------------------------------------------------------------
 
     def hello(self) -> Hello:
         cells = self.cells()
         return {
-            **self._worker_facts(),
+            **self._worker_facts(self.identity(), self.state()),
             "protocol": [PROTOCOL_MIN, PROTOCOL_MAX],
             "level": "",
             "capabilities": [],  # and the level: `AdminService` knows them
@@ -154,8 +154,8 @@ class ObservedRank:
             "now_ns": time.monotonic_ns() + self.header.clock_offset_ns,
         }
 
-    def _worker_facts(self) -> WorkerFacts:
-        identity, now_ns = self.identity(), time.monotonic_ns()
+    def _worker_facts(self, identity: Identity, state: State) -> WorkerFacts:
+        now_ns = time.monotonic_ns()
         return {
             "name": self.name,
             "role": self.role,
@@ -167,7 +167,7 @@ class ObservedRank:
             "ended_age_ns": None if self.ended_ns is None else max(0, now_ns - self.ended_ns),
             "ended_why": self.ended_why,
             "process_state": self.facts().state,
-            "turn_age_ns": self.turn_age_ns(),
+            "turn_age_ns": self.turn_age_ns(state),
             "observer": self.observer,
         }
 
@@ -178,8 +178,8 @@ class ObservedRank:
         return {  # type: ignore[typeddict-item]  # of the documents
             **_shared(identity),
             **_shared(state),
-            **self._worker_facts(),
-            **self._engine_call(),
+            **self._worker_facts(identity, state),
+            **self._engine_call(identity, state),
             "transport": {**identity.transport, "lanes": [*identity.transport.get("lanes", ()), *state.lanes]},
             "rooms": fold.rooms.states(),
             "rooms_finished_total": {
@@ -197,11 +197,10 @@ class ObservedRank:
             "published_age_ns": self._published_age_ns(),
         }
 
-    def _engine_call(self) -> EngineCall:
+    def _engine_call(self, identity: Identity, state: State) -> EngineCall:
         """Returns the engine's latest call of the agent; none while the engine has no reason to call."""
-        cells = self.cells()
+        cells, calls = self.cells(), identity.calls
         began_ns, ended_ns, number = cells[Cell.CALL_NS], cells[Cell.CALL_ENDED_NS], cells[Cell.CALL]
-        state, calls = self.state(), self.identity().calls
         if not began_ns or state.state == "unregistered" or state.engine_rooms == 0:
             number, began_ns, ended_ns = -1, 0, 0
         stack = self._documents.read(Document.STACK, Stack)

@@ -104,7 +104,7 @@ def liveness(rank: ObservedRank) -> list[Check]:
         return [Check(name, note="stopped, because the engine has unregistered its memory")]
     if cells[Cell.LOOP_ENDED_NS] > cells[Cell.TURN_NS]:
         return [Check(name, "its thread has ended")]
-    age_ns = rank.turn_age_ns()
+    age_ns = rank.turn_age_ns(state)
     if age_ns is None:
         return [Check(name, note="starting")]
     age_s, limit_s = age_ns / 1e9, max(_LEAST_LIMIT_S, _LOST_TIMES * rank.identity().lost_s)

@@ -9,7 +9,7 @@ import itertools
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvctl_agent.contract.snapshots import FailedRooms, Failure, Role, RoomDetail, RoomRow, TimelineEvent
@@ -20,26 +20,6 @@ from kvctl_agent.telemetry.room_records import RoomValues
 
 FAILED_BYTES = 16 << 20
 _RECORD_BYTES, _ITEM_BYTES = 4096, 512  # size of a record, and of one item of its lists; both above measured sizes
-
-
-class Part(NamedTuple):
-    """A part that was sent or received, as `Telemetry.part` has recorded it.
-
-    Attributes:
-        key: writer, chunk and layers [lo, hi).
-        peer: agent name at the other end; None: unknown.
-        path: bulk, slice, staged, direct; on a decode rank staged, or in-place for all others.
-        nbytes: KV bytes.
-        moments: monotonic end of each stage by name; stages not observed are absent.
-        forward_done_ns: prefill: end of the forward, or the end of the part while it ran; None on a decode rank.
-    """
-
-    key: PartKey
-    peer: str | None
-    path: str
-    nbytes: int
-    moments: Mapping[str, int]
-    forward_done_ns: int | None = None
 
 
 class Event(NamedTuple):
@@ -66,6 +46,33 @@ class Event(NamedTuple):
     nbytes: int
 
 
+class Part(NamedTuple):
+    """A part that was sent or received, as `Telemetry.part` has recorded it.
+
+    Attributes:
+        key: writer, chunk and layers [lo, hi).
+        peer: agent name at the other end; None: unknown.
+        path: bulk, slice, staged, direct; on a decode rank staged, or in-place for all others.
+        nbytes: KV bytes.
+        moments: monotonic end of each stage by name; stages not observed are absent.
+        forward_done_ns: prefill: end of the forward, or the end of the part while it ran; None on a decode rank.
+    """
+
+    key: PartKey
+    peer: str | None
+    path: str
+    nbytes: int
+    moments: Mapping[str, int]
+    forward_done_ns: int | None = None
+
+    def events(self) -> Iterator[Event]:
+        """Yields an event for each moment; the first one has path and size."""
+        path, nbytes = self.path, self.nbytes
+        for stage, at in self.moments.items():
+            yield Event(stage, at, *self.key, self.peer, "", path, nbytes)
+            path, nbytes = "", 0
+
+
 _BareEvent = tuple[str, int, int | None, int | None, tuple[int, int] | None, str | None, str, str, int]
 
 
@@ -83,8 +90,8 @@ class FoldedRoom(RoomValues):
         self.paths: dict[str, int] = {}
         self.chunks_ready: dict[int, int] = {}
         self.moved = BusyTime()
-        self.events_dropped = 0
-        self._events: list[_BareEvent] = []
+        self._events: list[_BareEvent | Part] = []
+        self._event_count = 0  # with those that were dropped
         self._event_limit = event_limit
 
     def update(self, *values: Any) -> None:
@@ -106,11 +113,10 @@ class FoldedRoom(RoomValues):
         """Adds an `Event` to the timeline; a full timeline keeps its earliest events and only counts further ones."""
         if stage == "ready" and self.first_ready_at is None:
             self.first_ready_at = at
-        if len(self._events) < self._event_limit:
+        if self._event_count < self._event_limit:
             # A plain tuple costs half as much as a named tuple; the property `events` converts them.
             self._events.append((stage, at, writer, chunk, layers, peer, detail, path, nbytes))
-        else:
-            self.events_dropped += 1
+        self._event_count += 1
 
     def part(self, part: Part) -> int | None:
         """Counts one part that was sent (prefill) or landed (decode), and adds its moments to the timeline.
@@ -118,18 +124,20 @@ class FoldedRoom(RoomValues):
         Returns:
             Monotonic ns at which the first layer group of the part's chunk was ready; None if unknown.
         """
-        moments, size = part.moments, (part.path, part.nbytes)  # the size is in the first event only
-        last = 0
-        for stage, last in moments.items():
-            self.event(stage, last, *part.key, part.peer, "", *size)
-            size = "", 0
+        moments = part.moments
+        if self._event_count < self._event_limit:
+            self._events.append(part)
+        self._event_count += len(moments)
         self.parts += 1
         self.bytes += part.nbytes
         self.paths[part.path] = self.paths.get(part.path, 0) + 1
         if part.forward_done_ns is not None and moments:
-            self.moved.add(min(moments.values()), last)
+            times = list(moments.values())
+            self.moved.add(min(times), times[-1])
         if (ready := moments.get("ready")) is None:
             return None
+        if self.first_ready_at is None:
+            self.first_ready_at = ready
         chunk = part.key[1]
         first_ready = self.chunks_ready[chunk] = min(ready, self.chunks_ready.get(chunk, ready))
         return first_ready
@@ -163,12 +171,24 @@ class FoldedRoom(RoomValues):
     @property
     def events(self) -> list[Event]:
         """The timeline, in the order in which events were added."""
-        return [Event._make(event) for event in self._events]
+        found: list[Event] = []
+        for each in self._events:
+            if isinstance(each, Part):
+                found += itertools.islice(each.events(), self._event_limit - len(found))
+            else:
+                found.append(Event._make(each))
+        return found
+
+    @property
+    def events_dropped(self) -> int:
+        """Number of events that the timeline had no room for."""
+        return max(0, self._event_count - self._event_limit)
 
     @property
     def nbytes(self) -> int:
         """Upper bound of the room's memory in bytes."""
-        items = len(self._events) + len(self.chunks_ready) + len(self.peers) + len(self.moved) + len(self.paths)
+        events = min(self._event_count, self._event_limit) + 1  # of a failure, which is stored beyond the limit
+        items = events + len(self.chunks_ready) + len(self.peers) + len(self.moved) + len(self.paths)
         text = len(self.request_id) + (len(self.failure["text"]) if self.failure is not None else 0)
         return _RECORD_BYTES + _ITEM_BYTES * items + 8 * text
 

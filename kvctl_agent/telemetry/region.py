@@ -554,11 +554,16 @@ class RegionReader:
         """Sets one of the cells that readers write."""
         self._write(_CELLS_AT + 8 * cell, _CELL.pack(value))
 
-    def document(self, document: Document) -> Published | None:
-        """Returns a document as published last; None if it was not published yet, or if its content is damaged."""
+    def document(self, document: Document, number: int | None = None) -> Published | None:
+        """Returns a document as published last; None if it was not published yet, or if its content is damaged.
+
+        Args:
+            number: of its publications, as just read; None: it is read.
+        """
         most = DOCUMENT_BYTES[document]
         for _ in range(_READ_AGAIN):
-            number = self.cell(Cell.PUBLISHED + document)
+            if number is None:
+                number = self.cell(Cell.PUBLISHED + document)
             if number <= 0:
                 return None
             at = _document_offset(document, number % 2)
@@ -571,6 +576,7 @@ class RegionReader:
                 if _crc(value, _document_seed(number, at_ns)) == crc:
                     self._likely_bytes[document] = min(end + _MORE_BYTES, most)
                     return Published(value, at_ns, number)
+            number = None
         return None
 
     def records(self, until: int | None = None) -> LogPiece:

@@ -92,7 +92,8 @@ class TestValues:
 
     def test_counters_of_the_agent_and_of_the_observer_add_up(self) -> None:
         metrics = Metrics()
-        metrics.written = {"kvctl_parts_total": {("bulk",): 2, ("slice",): 3}}
+        written = {"kvctl_parts_total": {("bulk",): 2.0, ("slice",): 3.0}}
+        metrics.written = lambda name: written.get(name, {}).copy()
         metrics.add("kvctl_parts_total", 4, "bulk")
         metrics.add("kvctl_connections_refused_total", 1)
         assert metrics.totals("kvctl_parts_total") == {("bulk",): 6, ("slice",): 3}

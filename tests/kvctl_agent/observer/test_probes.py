@@ -89,7 +89,7 @@ class Rank:
     def cells(self) -> list[int]:
         return self._cells
 
-    def turn_age_ns(self) -> int | None:
+    def turn_age_ns(self, state: Any) -> int | None:
         return None if self.age_s is None else round(self.age_s * 1e9)
 
 
