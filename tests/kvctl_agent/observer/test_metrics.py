@@ -7,6 +7,7 @@ import pytest
 from kvctl_agent.contract.metrics import METRICS, Metric
 from kvctl_agent.contract.snapshots import MetricFamily
 from kvctl_agent.observer.metrics import Metrics
+from kvctl_agent.telemetry.metrics import Totals
 
 
 def family(metrics: Metrics, name: str) -> MetricFamily:
@@ -92,7 +93,7 @@ class TestValues:
 
     def test_counters_of_the_agent_and_of_the_observer_add_up(self) -> None:
         metrics = Metrics()
-        written = {"kvctl_parts_total": {("bulk",): 2.0, ("slice",): 3.0}}
+        written: dict[str, Totals] = {"kvctl_parts_total": {("bulk",): 2, ("slice",): 3}}
         metrics.written = lambda name: written.get(name, {}).copy()
         metrics.add("kvctl_parts_total", 4, "bulk")
         metrics.add("kvctl_connections_refused_total", 1)
