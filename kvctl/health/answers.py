@@ -13,6 +13,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 NO_ROW: Row = {}
+_LIST = (list, tuple)  # a union would be made at each call
 _OBJECT = (dict, Mapping)  # a dict, as JSON has them, is recognised several times faster than another Mapping
 
 _NAME = re.compile(r"[A-Za-z0-9_.@:#\[\]-]{1,512}")
@@ -45,7 +46,7 @@ def not_ready(status: Row) -> str:
 def texts(row: Row, key: str) -> list[str]:
     """Returns the strings in a field that is a list, without its other items; [] if it is not a list."""
     value = row.get(key)
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list | tuple) else []
+    return [item for item in value if isinstance(item, str)] if isinstance(value, _LIST) else []
 
 
 def inner(row: Row, key: str) -> Row:
@@ -56,7 +57,7 @@ def inner(row: Row, key: str) -> Row:
 
 def rows(value: Any) -> list[Row]:
     """Returns the JSON objects in a list, without its other items; [] if `value` is not a list."""
-    return [item for item in value if isinstance(item, _OBJECT)] if isinstance(value, list | tuple) else []
+    return [item for item in value if isinstance(item, _OBJECT)] if isinstance(value, _LIST) else []
 
 
 def numbers(row: Row, key: str) -> list[float]:

@@ -78,7 +78,7 @@ class HealthWatch:
     def __call__(self, survey: Survey) -> HealthReading:
         before = self._before if self._before is not None and self._before.taken_ns < survey.tick_ns else None
         snapshot = Snapshot(survey, survey.tick_ns, before)
-        self._before = Snapshot(survey, survey.tick_ns)  # without its predecessor, so that the chain can be freed
+        self._before = snapshot.alone()
         found = examine(snapshot, CODES)
         ignored = [finding for finding in found if any(each.covers(finding) for each in self._ignored)]
         return HealthReading(snapshot, [finding for finding in found if finding not in ignored], ignored)

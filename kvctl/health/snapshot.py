@@ -51,7 +51,7 @@ class Agent:
     families: Mapping[str, Row]
     config: Mapping[str, Row]
 
-    @property
+    @cached_property
     def incarnation(self) -> str:
         return text(self.status, "incarnation")
 
@@ -110,13 +110,14 @@ class Agent:
         """Returns a setting that is given in seconds, converted to nanoseconds."""
         return round(self.setting(key) * _SECOND_NS)
 
+    @cached_property
+    def _samples(self) -> Mapping[str, list[Row]]:
+        return {name: rows(family.get("samples")) for name, family in self.families.items()}
+
     def samples(self, metric: str, **labels: str) -> list[Row] | None:
         """Returns the samples of a metric that have these labels; None if the agent has no such metric."""
-        family = self.families.get(metric)
-        if family is None:
-            return None
-        found = rows(family.get("samples"))
-        if labels:
+        found = self._samples.get(metric)
+        if found and labels:
             wanted = labels.items()
             found = [each for each in found if wanted <= inner(each, "labels").items()]
         return found
@@ -124,13 +125,13 @@ class Agent:
     def total(self, metric: str, **labels: str) -> float | None:
         """Returns the sum of a counter or gauge over the samples with these labels; None if the metric is missing."""
         samples = self.samples(metric, **labels)
-        return None if samples is None else sum(amount(sample, "value") for sample in samples)
+        return None if samples is None else sum([amount(sample, "value") for sample in samples])
 
     def histogram(self, metric: str, **labels: str) -> HistogramSum:
         """Returns sum and number of a histogram's observations over the samples with these labels; 0 without any."""
         samples = self.samples(metric, **labels) or ()
-        seconds = sum(amount(sample, "sum") for sample in samples)
-        return HistogramSum(seconds, sum(amount(sample, "count") for sample in samples))
+        seconds = sum([amount(sample, "sum") for sample in samples])
+        return HistogramSum(seconds, sum([amount(sample, "count") for sample in samples]))
 
 
 class Snapshot:
@@ -146,6 +147,12 @@ class Snapshot:
         self.taken_ns = taken_ns
         self.before = before
         self._derived: dict[Callable[[Any], Any], Any] = {}
+
+    def alone(self) -> Snapshot:
+        """Returns it without the previous one, which can be freed then."""
+        found = Snapshot(self.survey, self.taken_ns)
+        found.answered, found.agents = self.answered, self.agents
+        return found
 
     def once(self, derive: Callable[[Snapshot], T]) -> T:
         """Returns `derive(self)`; the result is cached and shared by all health codes."""

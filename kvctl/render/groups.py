@@ -64,8 +64,15 @@ class Group:
         return bool(self.oddities) or self.missing > 0
 
     @property
-    def hosts(self) -> list[str]:
-        return sorted({row.get("host") or "" for row in (*self.ranks, *self.silent)}, key=natural_key)
+    def place(self) -> str:
+        """Name of the host; the number of hosts if there are several."""
+        hosts = {row.get("host") or "" for row in (*self.ranks, *self.silent)}
+        return hosts.pop() if len(hosts) == 1 else f"{len(hosts)} hosts"
+
+    @property
+    def up(self) -> str:
+        """Number of agents that answered, of those that are known or missing."""
+        return f"{len(self.ranks)} of {len(self.ranks) + len(self.silent) + self.missing}"
 
     @property
     def instances(self) -> list[str]:
@@ -75,6 +82,15 @@ class Group:
     def roles(self) -> list[str]:
         """Roles of the ranks, prefill first."""
         return sorted({row["role"] for row in self.ranks}, reverse=True)
+
+    @property
+    def role(self) -> str | None:
+        return " ".join(self.roles) or None
+
+    @property
+    def health(self) -> str:
+        """Why the group is odd; "ok" if it is not."""
+        return ", ".join(self.reasons) or "ok"
 
     @property
     def reasons(self) -> list[str]:
@@ -287,6 +303,8 @@ def _merged(odd: Sequence[Group]) -> list[Row]:
 
 def _lines(group: Group) -> list[Row]:
     """Returns the line of a group and, unless all of its agents are odd for the same reasons, those of odd agents."""
+    if not group.oddities:
+        return [_line(group)]
     members = (*group.ranks, *group.silent)
     if len(group.oddities) == len(members) and len({tuple(each) for each in group.oddities.values()}) == 1:
         return [_line(group)]
@@ -302,13 +320,10 @@ def _lines(group: Group) -> list[Row]:
 
 
 def _line(group: Group, name: str = "") -> Row:
-    hosts, known = group.hosts, len(group.ranks) + len(group.silent)
+    """Returns the line of a group, whose values are computed when they are shown."""
     return {
         "group": name or (f"host {group.name}" if group.by is By.HOST else group.name),
-        "role": " ".join(group.roles) or None,
-        "hosts": hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts",
-        "up": f"{len(group.ranks)} of {known + group.missing}",
-        "health": ", ".join(group.reasons) or "ok",
+        "of": group,
         "totals": group.totals,
     }
 
@@ -318,7 +333,7 @@ def _rank_line(row: Row, reasons: Sequence[str]) -> Row:
         "group": f"{_BELOW}{row['name']}",
         "name": row["name"],
         "role": row.get("role"),
-        "hosts": row.get("host"),
+        "place": row.get("host"),
         "health": ", ".join([*reasons, *row["health"]] if _ABSENT & {*reasons} else reasons) or "ok",
         "totals": Totals([row] if runs(row) else ()),
     }

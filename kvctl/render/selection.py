@@ -78,15 +78,18 @@ def _comparable(column: Column, value: Any, against: Filter) -> tuple[Any, Any]:
     return sort_key(column, value), sort_key(column, against.text)
 
 
+_NUMBER = (int, float)  # a union would be made for each value
+
+
 def sort_key(column: Column, value: Any) -> tuple[int, Any]:
     """Returns a sort key for values of a column: numbers and numeric ids by size, others by text, unknown ones last."""
     if value is None or value == "":
         return (2, 0)
-    if isinstance(value, int | float):
+    if isinstance(value, _NUMBER):
         return (0, value)
     if column.kind is Kind.LAYERS and (span := _span(value)) is not None:
         return (0, span)
-    text = raw(value)
+    text = value if isinstance(value, str) else raw(value)
     if column.kind is Kind.ID and text.isdecimal():
         return (0, int(text))
     return (1, text.casefold())

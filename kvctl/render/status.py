@@ -105,15 +105,24 @@ def _total(key: str) -> Callable[[Row], Any]:
     return value
 
 
+def _of_group(key: str) -> Callable[[Row], Any]:
+    """Returns a function that reads a value of a row of GROUPS, or of its group: computed for rows on screen only."""
+
+    def value(row: Row) -> Any:
+        return getattr(row["of"], key) if key not in row and "of" in row else row.get(key)
+
+    return value
+
+
 _HEALTH_STYLES = {"ok": "green", "draining": "yellow", "": "bold red"}
 
 GROUPS = View(
     "status_groups",
     (
         Column("group", help="Host, instance or role; indented below it, those of its agents that are odd."),
-        Column("role", help="prefill, decode or both.", styles=palette.ROLES),
-        Column("hosts", help="Name of the host; the number of hosts if there are several."),
-        Column("up", help="Agents that answered, of those that are known or missing."),
+        Column("role", help="prefill, decode or both.", styles=palette.ROLES, path=_of_group("role")),
+        Column("hosts", help="Name of the host; the number of hosts if there are several.", path=_of_group("place")),
+        Column("up", help="Agents that answered, of those that are known or missing.", path=_of_group("up")),
         Column("active", Kind.COUNT, help="Active rooms.", path=_total("active")),
         Column("failed", Kind.COUNT, help="Rooms failed since the start.", path=_total("failed")),
         Column(
@@ -136,6 +145,7 @@ GROUPS = View(
             "health",
             help="ok; or why the group is odd: health codes, silent or missing agents, draining, slow (less than a "
             "third of the median rate), or the version or setting in which it differs from most ranks of its role.",
+            path=_of_group("health"),
             styles=_HEALTH_STYLES,
         ),
     ),
@@ -325,10 +335,10 @@ def _hung(rows: Iterable[Row]) -> list[Line]:
     """Formats the agents whose process is stopped, whose control loop does not run, or whose engine is silent."""
     lines = []
     for row in rows:
-        found, silent_ns = halt(row, row["name"]), engine_silence_ns(row)
+        found = halt(row, row["name"])
         if found is not None and found.kind is not Halted.ENDED:
             lines.append(_line(found.kind, (row["name"], "bold"), (f" {found.text.partition(':')[0]}", "bold red")))
-        elif silent_ns is not None and silent_ns >= SILENT_NS and calls_at_every_turn(row):
+        elif calls_at_every_turn(row) and (engine_silence_ns(row) or 0) >= SILENT_NS:
             lines.append(_line("engine", ("that of ", ""), (row["name"], "bold"), (f" {last_call(row)}", "yellow")))
     more = len(lines) - _MAX_NAMES
     return [*lines[:_MAX_NAMES], *([_line("", (f"and {more} more", "bold red"))] if more > 0 else [])]

@@ -175,7 +175,7 @@ class Column:
         if callable(self.path):
             return self.path(row)
         value: Any = row
-        for key in _keys(self.path or self.machine):
+        for key in _keys(self):
             if not isinstance(value, _OBJECT):
                 return None
             value = value.get(key)
@@ -193,8 +193,8 @@ _OBJECT = (dict, Mapping)  # a dict is recognised several times faster than anot
 
 
 @cache
-def _keys(path: str) -> list[str]:
-    return path.split(".")
+def _keys(column: Column) -> list[str]:
+    return (column.machine if callable(column.path) else column.path or column.machine).split(".")
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class Store:
             rows += data if isinstance(data, list) else [] if data is None else [data]
         return rows
 
-    def statuses(self) -> list[Row]:
+    def statuses(self) -> list[dict[str, Any]]:
         """Returns all answers to `status` with a field `health` added: health codes about the agent, worst first."""
         codes = codes_of_agents(self.findings or ())
         return [{**row, "health": codes.get(row["name"], [])} for row in self.rows("status")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvctl.health.answers import Row, amount, inner, number, rows, text, texts
+from kvctl.health.answers import Row, amount, inner, number, text, texts
 from kvctl.health.codes.engine_metrics import slow_transfers
 from kvctl.health.codes.facts import (
     absent,
@@ -528,8 +528,8 @@ def metric_implausible(snapshot: Snapshot) -> Iterator[Finding]:
 
 def _negative(agent: Agent) -> _Wrong:
     found: _Wrong = {}
-    for name, family in agent.families.items():
-        for sample in rows(family.get("samples")):
+    for name in agent.families:
+        for sample in agent.samples(name) or ():
             for value in (number(sample, "value"), number(sample, "sum"), number(sample, "count")):
                 if value is not None and value < 0:
                     found[name] = value, "which is below zero"

@@ -30,8 +30,10 @@ def over_agents(rows: Sequence[Row]) -> list[Row]:
 
 
 def _median_row(reads: bool, rows: Sequence[Row]) -> Row:
+    times = [row["stages"] for row in rows]
     stages = {
-        stage: {"p50_ns": _median([(row["stages"].get(stage) or {}).get("p50_ns") for row in rows])} for stage in STAGES
+        stage: {"p50_ns": _median([found["p50_ns"] for each in times if (found := each.get(stage))])}
+        for stage in STAGES
     }
     return {
         "agent": "readers" if reads else "writers",

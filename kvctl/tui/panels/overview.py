@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from textual.app import ComposeResult
 
+from kvctl.health.finding import Finding
 from kvctl.render import findings, units
 from kvctl.render.findings import HEALTH
 from kvctl.render.groups import FOLD_ABOVE, placed
@@ -42,6 +44,8 @@ class OverviewPanel(Panel):
         self._unfolded: set[str] = set()
         self._members: frozenset[tuple[str, str | None]] = frozenset()
         self._instances: dict[str, str] = {}
+        self._findings: Sequence[Finding] | None = None
+        self._finding_rows: Sequence[Row] = ()
 
     def compose(self) -> ComposeResult:
         yield Table("health", id="overview-health")
@@ -69,13 +73,16 @@ class OverviewPanel(Panel):
             lines = outline_of_groups(self._placed(_with_silent(store, statuses)), self._unfolded)
             show(self.main, GROUPS, lines, store, query, "Enter unfolds, / host=… lists the agents of a host")
 
-    def _placed(self, rows: Sequence[Row]) -> list[Row]:
-        """Returns the rows with the names of their instances, which change only when agents come or go."""
+    def _placed(self, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
+        """Adds the names of their instances to the rows; they change only when agents come or go."""
         members = frozenset((row["name"], row.get("incarnation")) for row in rows)
         if members != self._members:
             self._members = members
             self._instances = {row["name"]: row["instance"] for row in placed(rows) if "instance" in row}
-        return [{**row, "instance": self._instances[row["name"]]} if "rank" in row else row for row in rows]
+        for row in rows:
+            if "rank" in row:
+                row["instance"] = self._instances[row["name"]]
+        return rows
 
     def open_row(self, table: Table, row: Row) -> bool:
         """Folds or unfolds a group; lists only the agent if the row is that of an agent below its group."""
@@ -89,7 +96,10 @@ class OverviewPanel(Panel):
 
     def _health(self, store: Store) -> None:
         table = self.query_one("#overview-health", Table)
-        rows = [findings.row(finding) for finding in store.findings or ()]
+        if store.findings is not self._findings:  # which are the same for many readings
+            self._findings = store.findings
+            self._finding_rows = [findings.row(finding) for finding in store.findings or ()]
+        rows = self._finding_rows
         empty: Line
         if store.survey is not None and not store.answering:
             rows, empty = [], [no_agents(store)]
@@ -128,9 +138,9 @@ class OverviewPanel(Panel):
         return beside(_wrap(summary, left, tall), [*right, *more] if tall else right, left, _GAP)
 
 
-def _with_silent(store: Store, statuses: Sequence[Row]) -> list[Row]:
+def _with_silent(store: Store, statuses: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows to group: of agents that do not answer at present only name, host and since when."""
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for row in statuses:
         stale_ns = store.stale_ns(row["name"])
         if stale_ns is None or not runs(row):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvctl.render.groups import By, groups, oddities, placed, table
+from kvctl.render.selection import find_column
 from kvctl.render.view import Row
 
 Change = Callable[[dict[str, Any]], None]
@@ -43,9 +44,10 @@ def silent(name: str, host: str) -> dict[str, Any]:
     return {"name": name, "host": host, "health": ["timeout"]}
 
 
-def lines(rows: list[dict[str, Any]], by: By | None = None) -> list[tuple[Any, Any, Any, Any]]:
-    found = table(placed(rows), by).rows
-    return [(line["group"], line.get("hosts"), line.get("up"), line.get("health")) for line in found]
+def lines(rows: list[dict[str, Any]], by: By | None = None) -> list[tuple[Any, ...]]:
+    grid = table(placed(rows), by)
+    columns = [find_column(grid.view, name) for name in ("group", "hosts", "up", "health")]
+    return [tuple([column.value(line) for column in columns]) for line in grid.rows]
 
 
 def test_a_healthy_fleet_is_two_lines(ranks: Any) -> None:
@@ -174,7 +176,7 @@ def test_ranks_of_smaller_instances_are_not_slow(ranks: Any) -> None:
 def test_totals_of_a_group(ranks: Any) -> None:
     rows: list[Row] = [*placed(ranks(2))]
     decode, prefill = groups(rows, By.INSTANCE)
-    assert (decode.name, decode.hosts, decode.roles, decode.odd) == ("decode", ["n1"], ["decode"], False)
+    assert (decode.name, decode.place, decode.roles, decode.odd) == ("decode", "n1", ["decode"], False)
     assert decode.totals.summary is not None
     assert prefill.totals.summary is not None
     assert decode.totals.summary.ring_ratio == 0.375

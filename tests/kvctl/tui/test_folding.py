@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvctl.render.groups import outline, placed
+from kvctl.render.selection import find_column
+from kvctl.render.status import GROUPS
+from kvctl.render.view import Row
 
 
 def status(name: str, instance: int, **changes: Any) -> dict[str, Any]:
@@ -38,8 +41,12 @@ def fleet(*more: dict[str, Any], **odd: Any) -> list[dict[str, Any]]:
     return placed([*rows, *more])
 
 
+def value(line: Row, column: str) -> Any:
+    return find_column(GROUPS, column).value(line)
+
+
 def lines(rows: list[dict[str, Any]], *unfolded: str) -> list[tuple[str, str]]:
-    return [(line["group"], line["health"]) for line in outline(rows, unfolded)]
+    return [(line["group"], value(line, "health")) for line in outline(rows, unfolded)]
 
 
 def test_instances_are_folded() -> None:
@@ -55,15 +62,15 @@ def test_an_unfolded_instance_lists_its_agents() -> None:
 def test_odd_instances_come_first_with_their_odd_agents() -> None:
     rows = fleet(health=["KV_PEER_LOST"])
     first, second, *rest = outline(rows, ())
-    assert (first["group"], first["health"]) == ("i1-decode", "KV_PEER_LOST (1)")
-    assert (second["name"], second["health"]) == ("i1-decode-1", "KV_PEER_LOST")
+    assert (first["group"], value(first, "health")) == ("i1-decode", "KV_PEER_LOST (1)")
+    assert (second["name"], value(second, "health")) == ("i1-decode-1", "KV_PEER_LOST")
     assert [line["group"] for line in rest] == ["i0-decode", "i2-decode"]
 
 
 def test_an_agent_that_has_ended_is_named_below_its_instance() -> None:
     first, second, *_ = outline(fleet(ended_age_ns=90_000_000_000, health=["KV_PROCESS_ENDED"]), ())
-    assert (first["group"], first["up"], first["health"]) == ("i1-decode", "1 of 2", "1 ended")
-    assert (second["name"], second["health"]) == ("i1-decode-1", "ended, KV_PROCESS_ENDED")
+    assert (first["group"], value(first, "up"), value(first, "health")) == ("i1-decode", "1 of 2", "1 ended")
+    assert (second["name"], value(second, "health")) == ("i1-decode-1", "ended, KV_PROCESS_ENDED")
     assert "active" not in second
 
 
@@ -71,7 +78,7 @@ def test_silent_agents_form_groups_by_host_with_the_time_of_their_last_answer() 
     silent = {"name": "gone-0", "host": "n9", "health": ["35 s ago"]}
     other = {"name": "gone-1", "host": "n9", "health": ["36 s ago"]}
     found = outline(fleet(silent, other), ("host n9",))
-    assert [(line["group"], line["health"]) for line in found[:3]] == [
+    assert [(line["group"], value(line, "health")) for line in found[:3]] == [
         ("host n9", "silent"),
         ("└ gone-0", "silent, 35 s ago"),
         ("└ gone-1", "silent, 36 s ago"),
