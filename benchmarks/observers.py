@@ -5,7 +5,9 @@ whose turns is a few microseconds of Python and one `recv(NOBLOCK)`, or a busy o
 threads wait longer for a thread that releases the interpreter often and briefly, above all on many cores.
 
 Prints how many of the calls of `kvctl status`, one after another, got an answer of every agent, and how long they took;
-and how many of its turns the engine loses to observers at --rate Hz, in short windows in turns with and without them.
+and how many of its turns the engine loses to observers at --rate Hz, in short windows in turns with and without them;
+besides, which share of a core its thread had in them, which does not depend on how fast the core was, only on who else
+wanted the core or the interpreter. With other load on the machine, run it with `chrt -r 1`.
 
     python benchmarks/observers.py
     python benchmarks/observers.py --engine busy --looks 20 --rounds 40
@@ -194,17 +196,25 @@ class Engine:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environment
         )
         assert self._process.stdout is not None
-        if self._process.stdout.readline().strip() != "ready":
+        ready, _, thread = self._process.stdout.readline().strip().partition(" ")
+        if ready != "ready":
             raise SystemExit("the engine's process did not start")
+        self._times = Path(f"/proc/{self._process.pid}/task/{thread}/schedstat")
+
+    def core_ns(self) -> int:
+        """Returns the processor time of the engine's thread so far."""
+        return int(self._times.read_text().split()[0])
 
     def turns(self) -> int:
         """Returns the number of turns of the engine's loop so far."""
         return int.from_bytes(self._turns[:], "little")
 
-    def turns_per_s(self, seconds: float) -> float:
-        turns, started = self.turns(), time.perf_counter()
+    def window(self, seconds: float) -> tuple[float, float]:
+        """Returns turns per second, and the share of a core that the engine's thread had."""
+        turns, core_ns, started = self.turns(), self.core_ns(), time.perf_counter()
         time.sleep(seconds)
-        return (self.turns() - turns) / (time.perf_counter() - started)
+        took = time.perf_counter() - started
+        return (self.turns() - turns) / took, (self.core_ns() - core_ns) / took / 1e9
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +259,7 @@ def run_engine(kind: str, transport: str) -> None:
 
         thread = threading.Thread(target=spin)
         thread.start()
-        print("ready", flush=True)
+        print(f"ready {thread.native_id}", flush=True)
         sys.stdin.read()
         done.set()
         thread.join()
@@ -262,25 +272,29 @@ class Cost(NamedTuple):
     Attributes:
         loss: share of its turns that the engine loses to the observers.
         error: standard error of `loss`.
+        core_loss, core_error: the same of the share of a core that the engine's thread has.
     """
 
     alone: float
     observed: float
     loss: float
     error: float
+    core_loss: float
+    core_error: float
     readings_per_s: float
 
     def __str__(self) -> str:
         return (
             f"{self.alone:,.0f} turns/s alone, {self.observed:,.0f} observed {self.readings_per_s:.0f} times a second: "
-            f"{self.loss:+.2%} ± {self.error:.2%} lost"
+            f"{self.loss:+.2%} ± {self.error:.2%} lost; of the thread's processor time "
+            f"{self.core_loss:+.2%} ± {self.core_error:.2%}"
         )
 
 
 def cost(engine: Engine, rate: float, rounds: int, seconds: float) -> Cost:
     """Measures `rounds` pairs of windows, one of them observed; which one comes first changes each time."""
-    alone: list[float] = []
-    observed: list[float] = []
+    alone: list[tuple[float, float]] = []
+    observed: list[tuple[float, float]] = []
     readings = 0
     with Watch(engine.environment, rate) as watch:
         watch.wait()
@@ -289,15 +303,26 @@ def cost(engine: Engine, rate: float, rounds: int, seconds: float) -> Cost:
                 if not watched:
                     watch.pause()
                 before = watch.readings
-                (observed if watched else alone).append(engine.turns_per_s(seconds))
+                (observed if watched else alone).append(engine.window(seconds))
                 if watched:
                     readings += watch.readings - before
                 else:
                     watch.resume()
+    (turns, cores), (observed_turns, observed_cores) = zip(*alone, strict=True), zip(*observed, strict=True)
+    mean = statistics.fmean
+    return Cost(
+        mean(turns),
+        mean(observed_turns),
+        *_loss(turns, observed_turns),
+        *_loss(cores, observed_cores),
+        readings / (rounds * seconds),
+    )
+
+
+def _loss(alone: Sequence[float], observed: Sequence[float]) -> tuple[float, float]:
+    """Returns the share that is lost, and its standard error."""
     losses = [1 - with_them / without for without, with_them in zip(alone, observed, strict=True)]
-    error = statistics.stdev(losses) / math.sqrt(len(losses))
-    mean, watched_s = statistics.fmean, rounds * seconds
-    return Cost(mean(alone), mean(observed), 1 - mean(observed) / mean(alone), error, readings / watched_s)
+    return 1 - statistics.fmean(observed) / statistics.fmean(alone), statistics.stdev(losses) / math.sqrt(len(losses))
 
 
 @contextlib.contextmanager
