@@ -11,9 +11,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ START_S = 600.0
 END_S = 30.0
 LOG_LINES = 40
 _INDENTED = " " * 16
+_LISTENING = "0A"  # in /proc/net/tcp
 
 _MOST_RANKS = 16  # of one server without a GPU
 
@@ -101,16 +103,31 @@ class Process:
         """Whether the server answers.
 
         Raises:
-            ServerError: the process has ended or is not ready in time, with the end of its log.
+            ServerError: the process has ended or is not ready in time, with the end of its log; or another process has
+                taken its port.
         """
         self.check()
         if time.monotonic() - self.started > START_S:
             raise ServerError(f"{self.name} is not ready after {START_S:g} s\n{self.log_end()}")
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=20):
-                return True
-        except OSError:
+                pass
+        except (OSError, HTTPException):
             return False
+        if not self._listens():
+            raise ServerError(f"{self.name}: another process answers at {self.url}")
+        return True
+
+    def _listens(self) -> bool:
+        """Returns whether a process of the group listens on the port."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]]
+        port = f"{self.port:04X}"
+        sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == _LISTENING and row[1].rpartition(":")[2] == port}
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+                if os.getpgid(int(process.name)) == self.pid and not sockets.isdisjoint(_open_files(process)):
+                    return True
+        return False
 
     def send_signal(self, number: signal.Signals) -> None:
         """Sends a signal to every process of the group."""
@@ -141,6 +158,13 @@ class Process:
         # Not the usage of hundreds of options, which precedes the error of a wrong one, nor the marks of tracebacks.
         lines = [line[:300] for line in self.log_text().splitlines() if not line.startswith(_INDENTED)]
         return "\n".join([f"--- the end of {self.log}", *lines[-LOG_LINES:]])
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    """Yields what the descriptors of a process refer to; `process` is its folder in /proc."""
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            yield str(descriptor.readlink())
 
 
 def generation(prompt: Tokens, new_tokens: int) -> dict[str, Any]:

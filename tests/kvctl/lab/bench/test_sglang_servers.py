@@ -1,0 +1,54 @@
+"""Processes that answer HTTP, as SGLang's servers do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvctl.lab.bench.sglang_servers import HOST, Process, ServerError, wait_ready
+from kvctl.lab.tcp_ports import free_port
+
+DEADLINE_S = 60
+
+
+def web_server(folder: Path, port: int) -> Process:
+    """A server that has /health, in a child of the process that is started, as SGLang's router."""
+    (folder / "health").touch()
+    command = ["-m", "http.server", str(port), "--bind", HOST]
+    return Process("server", ["sh", "-c", f"{sys.executable} {' '.join(command)}; true"], {}, folder / "log", port)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Process]:
+    process = web_server(tmp_path, free_port())
+    yield process
+    process.kill()
+
+
+def test_a_server_is_ready_once_a_process_of_its_group_answers(server: Process) -> None:
+    server.start()
+    said: list[str] = []
+    wait_ready([server], said.append)
+    assert said[0].startswith("server: ready after ")
+
+
+def test_an_answer_of_another_process_on_its_port_is_an_error(server: Process) -> None:
+    server.start()
+    wait_ready([server], lambda text: None)
+    late = Process("late", ["sleep", str(DEADLINE_S)], {}, server.log, server.port)
+    late.start()
+    try:
+        with pytest.raises(ServerError, match=f"late: another process answers at {server.url}"):
+            late.ready()
+    finally:
+        late.kill()
+
+
+def test_a_server_that_ended_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
+    process = Process("server", ["sh", "-c", "echo the cause; exit 3"], {}, tmp_path / "log", free_port())
+    process.start()
+    with pytest.raises(ServerError, match=r"server ended with 3\n--- the end of .*log\nthe cause"):
+        wait_ready([process])
