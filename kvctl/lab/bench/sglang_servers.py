@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ START_S = 600.0
 END_S = 30.0
 LOG_LINES = 40
 _INDENTED = " " * 16
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LISTENING = "0A"  # in /proc/net/tcp
 
 _MOST_RANKS = 16  # of one server without a GPU
@@ -156,7 +158,8 @@ class Process:
 
     def log_end(self) -> str:
         # Not the usage of hundreds of options, which precedes the error of a wrong one, nor the marks of tracebacks.
-        lines = [line[:300] for line in self.log_text().splitlines() if not line.startswith(_INDENTED)]
+        text = _COLOUR.sub("", self.log_text())
+        lines = [line[:300] for line in text.splitlines() if not line.startswith(_INDENTED)]
         return "\n".join([f"--- the end of {self.log}", *lines[-LOG_LINES:]])
 
 

@@ -48,7 +48,8 @@ def test_an_answer_of_another_process_on_its_port_is_an_error(server: Process) -
 
 
 def test_a_server_that_ended_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
-    process = Process("server", ["sh", "-c", "echo the cause; exit 3"], {}, tmp_path / "log", free_port())
+    script = r"printf '\033[1;31mthe cause\033[0m\n'; exit 3"
+    process = Process("server", ["sh", "-c", script], {}, tmp_path / "log", free_port())
     process.start()
     with pytest.raises(ServerError, match=r"server ended with 3\n--- the end of .*log\nthe cause"):
         wait_ready([process])
