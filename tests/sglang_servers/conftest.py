@@ -182,9 +182,16 @@ PREFILLS = {
     "switch": ("--enable-pd-role-switch", "--disaggregation-decode-enable-radix-cache"),
     "layers": ("--chunked-prefill-size", str(CHUNK_TOKENS)),
     "layers2": ("--chunked-prefill-size", str(CHUNK_TOKENS), "--tp-size", "2"),
+    # A pool that two prompts fill, and a host pool for all others; the copies that have a stand-in on the CPU.
+    "layers-hicache": (
+        *("--chunked-prefill-size", str(CHUNK_TOKENS), "--max-total-tokens", "1024"),
+        *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
+        *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
+    ),
 }
 DECODES = {
     "tp1": ("--disaggregation-decode-enable-radix-cache",),
+    "plain": (),
     "tp2": ("--tp-size", "2"),
     "dp2": ("--dp-size", "2"),
     "attention2": PREFILLS["attention2"],
@@ -206,6 +213,7 @@ FLEETS = {
     "switch-switch": (("switch",), ("switch",)),
     "layers-tp1": (("layers",), ("tp1",)),
     "layers2-overlap": (("layers2",), ("tp1",)),
+    "layers-hicache": (("layers-hicache",), ("plain",)),
 }
 
 

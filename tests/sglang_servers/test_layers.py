@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from kvctl.lab.bench.sglang_servers import Process, ServerError, Tokens, together
-from tests.sglang_servers.conftest import CHUNK_TOKENS, Servers, Undivided
+from tests.sglang_servers.conftest import CHUNK_TOKENS, GPUS, Servers, Undivided
 from tests.sglang_servers.test_kvctl import rows
 from tests.sglang_servers.test_tokens import prompt
 from tests.support.sglang_fleet import Prefill, request
@@ -20,10 +20,8 @@ from tests.support.sglang_fleet import Prefill, request
 # Several chunks, pages that are not full, and the ends of both.
 LENGTHS = (1, 16, 17, 64, 65, 100, 333)
 FLEETS = ["layers-tp1", "layers2-overlap"]
-pytestmark = [
-    pytest.mark.modes("kvctl", reason="SGLang's own backends send a chunk when all of its layers are computed"),
-    pytest.mark.parametrize("servers", FLEETS, indirect=True, scope="session"),
-]
+pytestmark = pytest.mark.modes("kvctl", reason="SGLang's own backends send a chunk when all of its layers are computed")
+fleets = pytest.mark.parametrize("servers", FLEETS, indirect=True, scope="session")
 
 
 @pytest.fixture
@@ -51,10 +49,12 @@ def groups_sent(servers: Servers, room: int) -> set[tuple[int, ...]]:
     return {tuple(event["layers"]) for event in shown["timeline"] if event["layers"] is not None}
 
 
+@fleets
 def test_tokens(pair: tuple[Prefill, Process], alone: Undivided) -> None:
     check(pair, alone, [prompt(length, seed) for length in LENGTHS for seed in (71, 72)])
 
 
+@fleets
 def test_parts_are_of_layer_groups(servers: Servers, pair: tuple[Prefill, Process]) -> None:
     prefill, decode = pair
     message = prefill.request(prompt(333, seed=73), 4)
@@ -62,12 +62,14 @@ def test_parts_are_of_layer_groups(servers: Servers, pair: tuple[Prefill, Proces
     assert groups_sent(servers, message["bootstrap_room"]) == {(0, 3), (3, 6), (6, 8)}
 
 
+@fleets
 def test_prefixes_in_both_caches(pair: tuple[Prefill, Process], alone: Undivided) -> None:
     shared = prompt(200, seed=74)
     for suffix in (prompt(20, seed=75), prompt(90, seed=76), prompt(90, seed=76), prompt(3 * CHUNK_TOKENS, seed=77)):
         check(pair, alone, [shared + suffix])
 
 
+@fleets
 def test_identical_prompts_at_once(pair: tuple[Prefill, Process], alone: Undivided) -> None:
     """SGLang frees the pages of all but one of them while they are sent, and gives them to other requests."""
     for seed in range(80, 86):
@@ -75,6 +77,7 @@ def test_identical_prompts_at_once(pair: tuple[Prefill, Process], alone: Undivid
         check(pair, alone, [same, same, others[0], same, others[1], same, others[2], others[3]], threads=8)
 
 
+@fleets
 def test_aborts_while_layers_are_sent(servers: Servers, pair: tuple[Prefill, Process], alone: Undivided) -> None:
     """A request that is aborted fails on both servers, and nothing is left of it.
 
@@ -97,3 +100,22 @@ def test_aborts_while_layers_are_sent(servers: Servers, pair: tuple[Prefill, Pro
     # With seed 99 the undivided server itself generates other tokens on a GPU when it computes several prompts at once.
     check(pair, alone, [prompt(length, seed=103) for length in LENGTHS])
     assert rows(servers, "rooms") == []
+
+
+@pytest.mark.skipif(bool(GPUS), reason="SGLang's wheel of kernels is missing on these hosts")
+@pytest.mark.parametrize("servers", ["layers-hicache"], indirect=True, scope="session")
+def test_prefixes_that_hicache_loads_from_the_host(
+    servers: Servers, pair: tuple[Prefill, Process], alone: Undivided
+) -> None:
+    """The pages of a prefix are loaded for the forward that sends them, others are evicted meanwhile."""
+    prefill, decode = pair
+    shared = [prompt(400, seed=seed) for seed in range(110, 116)]
+    check(pair, alone, shared, threads=2)
+    for seed, prefix in enumerate(shared, 120):
+        message = prefill.request(prefix + prompt(90, seed=seed), 16)
+        first, answer = prefill.send(decode, message)
+        assert answer.tokens == alone.tokens(prefix + prompt(90, seed=seed))
+        assert first.cached >= 400
+        assert groups_sent(servers, message["bootstrap_room"]) == {(0, 3), (3, 6), (6, 8)}
+    repeated = [prefix + prompt(60, seed=seed % 2) for seed, prefix in enumerate(shared * 2)]
+    check(pair, alone, [each for tokens in repeated for each in (tokens, tokens)], threads=6)

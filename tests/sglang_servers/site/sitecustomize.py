@@ -5,6 +5,7 @@ attribute: a class that can be derived from, called, subscripted and used as a d
 
 SGLang's NIXL manager registers KV pools as device memory wherever they are. NIXL is made to take that for host memory.
 SGLang's checksum kernel of pages is for CUDA alone: the CPU computes another sum, with a line in the log for each.
+HiCache pins memory for a GPU and copies tokens by kernels of CUDA: the CPU copies them, without waiting for anything.
 Its attention backend for the CPU lacks a method that DP attention calls. Before 0.5.22 its allocator of pages has
 kernels for GPUs alone.
 """
@@ -132,6 +133,26 @@ def _allocates_on_the_host(module: Any) -> None:
     module.alloc_extend_kernel, module.alloc_decode_kernel = _HostKernel(extend), _HostKernel(decode)
 
 
+def _has_no_memory_to_pin(module: Any) -> None:
+    """Leaves out what makes a GPU read the host's memory."""
+    module._cuda_host_register = lambda *_: None
+
+
+def _leaves_no_memory_unused(module: Any) -> None:
+    """Lets a small host pool be made on a host that has less memory free than HiCache leaves unused, 10 GB."""
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
+def _copies_tokens_on_the_host(module: Any) -> None:
+    """Replaces HiCache's copies of tokens between its pool on the host and the pool of the server."""
+
+    def copy(*, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+        for source, target in zip(src_layers, dst_layers, strict=True):
+            target[dst_indices] = source[src_indices]
+
+    module.transfer_kv_direct = copy
+
+
 # What is changed in modules after they ran, by their names.
 CHANGES: dict[str, Callable[[Any], None]] = {
     "nixl_cu12._api": _nixl_takes_host_memory,
@@ -139,6 +160,9 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.srt.disaggregation.checksum": _checksums_on_the_host,
     "sglang.srt.layers.attention.torch_native_backend": _pads_like_other_backends,
     "sglang.srt.mem_cache.allocator.paged": _allocates_on_the_host,
+    "sglang.srt.mem_cache.pool_host.base": _leaves_no_memory_unused,
+    "sglang.srt.mem_cache.pool_host.common": _has_no_memory_to_pin,
+    "sglang.srt.mem_cache.pool_host.mha": _copies_tokens_on_the_host,
 }
 
 
