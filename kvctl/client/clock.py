@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _NS_PER_DRIFT = 5_000  # two crystals drift apart by at most 200 ppm: 1 ns in 5,000 ns
 
@@ -23,6 +24,11 @@ class ClockOffset:
         times differ.
         """
         return self.offset_ns if abs(self.offset_ns) > self.error_ns else 0
+
+    def corrected(self, events: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+        """Converts the times of the agent's events to the local clock."""
+        shift_ns = self.correction_ns
+        return [{**event, "at_ns": event["at_ns"] - shift_ns} for event in events] if shift_ns else events
 
 
 def estimate(sent_at_ns: int, received_at_ns: int, agent_now_ns: int) -> ClockOffset:

@@ -17,7 +17,7 @@ from kvctl.client.fanout import LONGEST_PAUSE_NS, SHORTEST_PAUSE_NS, Fanout, Rep
 from kvctl.client.faults import SILENT, Fault, FaultCode
 from kvctl.client.health_reads import BRIEF, BRIEF_ABOVE, HEALTH_CALLS, expand, rows_of
 from kvctl.client.keys import NO_KEYS, KeyNames
-from kvctl.client.names import few_commas, matches_name, told_apart
+from kvctl.client.names import few_commas, matches_name, replaced_by, told_apart
 from kvctl.client.observer import restart_observer
 from kvctl.client.renaming import Identity, Renaming, mentioned, peer_names
 from kvctl_agent.contract.addresses import host_of
@@ -74,6 +74,11 @@ class AgentAnswer:
     def process(self) -> tuple[str, str, int, str]:
         """What is the same at all addresses of this agent, and differs from any other."""
         return self.own_name, self.host, self.hello["pid"], self.hello["incarnation"]
+
+    @property
+    def incarnation(self) -> tuple[str, str]:
+        """Name and incarnation: the same when its process has ended and another agent has its name."""
+        return replaced_by(self.name) or self.name, self.hello["incarnation"]
 
     @property
     def host(self) -> str:

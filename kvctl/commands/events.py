@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import click
 
 from kvctl.client.calls import Call
 from kvctl.client.clock import ClockOffset, more_precise
-from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.client.names import replaced_by
+from kvctl.client.fleet import Survey
 from kvctl.commands.options import ROW_LIMIT, Parsed, command
 from kvctl.commands.output import Output
 from kvctl.commands.queries import follow, run
@@ -89,25 +88,14 @@ def _events(survey: Survey, back_ns: int | None) -> tuple[list[list[dict[str, An
     earliest = 0 if back_ns is None else survey.at_ns - back_ns
     found, notes = [], []
     for agent, data in survey.answers("events"):
-        found.append([event for event in _local(data["events"], agent.clock) if event["at_ns"] >= earliest])
+        found.append([event for event in agent.clock.corrected(data["events"]) if event["at_ns"] >= earliest])
         if data["dropped"]:
             notes.append(f"{agent.name}: {data['dropped']} older events are no longer in its recorder")
     return found, notes
 
 
-def _local(events: Sequence[dict[str, Any]], clock: ClockOffset) -> Sequence[dict[str, Any]]:
-    """Converts the times of events to the clock of this machine."""
-    shift_ns = clock.correction_ns
-    return [{**event, "at_ns": event["at_ns"] - shift_ns} for event in events] if shift_ns else events
-
-
 Keep = Callable[[dict[str, Any]], bool]
 _Process = tuple[str, str]  # name and incarnation of an agent
-
-
-def _process(agent: AgentAnswer) -> _Process:
-    """Returns what tells an agent's process, also once it has ended and another agent has its name."""
-    return replaced_by(agent.name) or agent.name, agent.hello["incarnation"]
 
 
 class Follower:
@@ -146,7 +134,7 @@ class Follower:
         first = not self._next
         earliest = survey.at_ns - self._back_ns if first and self._back_ns is not None else 0
         fresh: list[dict[str, Any]] = []
-        answers = [(_process(agent), agent, data) for agent, data in survey.answers("events")]
+        answers = [(agent.incarnation, agent, data) for agent, data in survey.answers("events")]
         answered = {process for process, _, _ in answers}
         for process, agent, data in answers:
             if process not in self._next:
@@ -157,7 +145,7 @@ class Follower:
             lost = 0 if first or not data["events"] else data["events"][0]["sequence"] - position
             if lost > 0 and position:
                 output.note(f"{agent.name}: {lost} events were lost between two readings: read more often, -w 0.5")
-            events = _local(data["events"], self._clock(process, agent.clock, survey.tick_ns))
+            events = self._clock(process, agent.clock, survey.tick_ns).corrected(data["events"])
             fresh += [row for row in events if row["sequence"] >= position and row["at_ns"] >= earliest]
             self._next[process] = max(position, data["next"])
         self._answered = answered or self._answered

@@ -14,7 +14,6 @@ from kvctl.client.clock import ClockOffset, more_precise
 from kvctl.client.endpoints import Endpoint
 from kvctl.client.faults import Fault
 from kvctl.client.fleet import AgentAnswer, Survey
-from kvctl.client.names import replaced_by
 from kvctl.client.room_timeline import RoomTimeline, join, most_informative_first
 from kvctl.health.engine import codes_of_agents
 from kvctl.health.finding import Finding
@@ -244,14 +243,12 @@ class Store:
                 del self.agents[name]
 
     def _add_events(self, agent: AgentAnswer, data: Mapping[str, Any]) -> None:
-        key = (replaced_by(agent.name) or agent.name, agent.hello["incarnation"])
-        expected = self._next_event.get(key)
+        expected = self._next_event.get(agent.incarnation)
         rows = [row for row in data["events"] if expected is None or row["sequence"] >= expected]
         if rows and expected is not None:
             self.events_missed += rows[0]["sequence"] - expected
-        shift_ns = self.agents[agent.name].clock.correction_ns
-        self._events.extend({**row, "at_ns": row["at_ns"] - shift_ns} if shift_ns else row for row in rows)
-        self._next_event[key] = data["next"]
+        self._events.extend(self.agents[agent.name].clock.corrected(rows))
+        self._next_event[agent.incarnation] = data["next"]
 
     def _clear(self) -> None:
         self.trends = Trends()

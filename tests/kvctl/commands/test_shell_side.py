@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvctl.client.clock import ClockOffset
+from kvctl.client.endpoints import Endpoint
+from kvctl.client.fleet import AgentAnswer
 from kvctl.commands.events import Follower
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -97,15 +99,16 @@ class Life:
         self.name, self.incarnation, self.capacity = name, incarnation, capacity
         self.end = 0
 
-    def answer(self, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def answer(self, args: dict[str, Any]) -> tuple[AgentAnswer, dict[str, Any]]:
         since, limit = args.get("since"), args["limit"]
         first = max(0, self.end - self.capacity)
         begin = max(first, self.end - limit) if since is None else max(since, first)
         chosen = range(begin, min(self.end, begin + limit))
         follow = chosen[-1] + 1 if chosen else (self.end if since is None or since >= self.end else begin)
         rows = [{"sequence": number, "at_ns": number, "life": self} for number in chosen]
-        agent = SimpleNamespace(name=self.name, hello={"incarnation": self.incarnation}, clock=ClockOffset(0, 0))
-        return agent, {"events": rows, "next": follow, "dropped": 0}
+        hello: Any = {"name": self.name, "incarnation": self.incarnation}
+        data = {"events": rows, "next": follow, "dropped": 0}
+        return AgentAnswer(Endpoint(self.name, None), hello, 0, ClockOffset(0, 0)), data
 
 
 class Printed:
