@@ -18,7 +18,7 @@ CASE = Case(
     MODEL,
     environment={
         "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE": "1",
-        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "4",
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "10",
     },
 )
 FINE = [Room(100, tokens=100), Room(101, tokens=64, chunks=(32,))]
