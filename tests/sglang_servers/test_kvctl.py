@@ -22,7 +22,8 @@ def kvctl(servers: Servers, *arguments: str) -> subprocess.CompletedProcess[str]
     if servers.mode == "nixl":
         pytest.skip("the plugin is off in this mode")
     command = [sys.executable, "-m", "kvctl", *arguments]
-    environment = {**os.environ, "KVCTL_SOCKET_DIR": str(servers.socket_dir)}
+    # On two busy cores an observer has answered after more than the default of 2 s.
+    environment = {**os.environ, "KVCTL_SOCKET_DIR": str(servers.socket_dir), "KVCTL_TIMEOUT": "30s"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
