@@ -51,8 +51,11 @@ for layout in $layouts; do
     shared=$( ((${prefill:2} + ${decode:2} <= gpus || gpus == 0)) || echo --max-total-tokens 262144)
     for model in $models; do
         name=$layout-$model
+        weights=(--model "$folder/$model")
+        # With --plan they may not be written yet.
+        [[ -d $folder/$model ]] || weights=(--layers "${model%x*}" --kv-heads "${model#*x}")
         echo "== $name"
-        "$python" -m kvctl bench --engine sglang --model "$folder/$model" \
+        "$python" -m kvctl bench --engine sglang "${weights[@]}" \
             "--prefill-${prefill::2}" "${prefill:2}" "--decode-${decode::2}" "${decode:2}" \
             --sides "${SIDES:-staging,nixl,kvctl,kvctl-pipelined}" --sweep "tokens=${TOKENS:-1000,8192}" \
             --sweep "concurrency=${CONCURRENCY:-1,4,16,64,256}" --repeat "${ROUNDS:-2}" --server-args "$shared ${SERVER_ARGS:-}" \

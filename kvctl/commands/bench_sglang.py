@@ -34,7 +34,7 @@ from kvctl.lab.bench.session import Steps
 from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS, ServerBench
 from kvctl.lab.bench.sglang_models import MODEL_SIZES, Model, missing, model_of, unfit
 from kvctl.lab.bench.sglang_pairs import SIDES, UNDIVIDED, Pair, ServerPlan, Side, parse_sides
-from kvctl.lab.bench.sglang_servers import CPU_ENVIRONMENT, START_S
+from kvctl.lab.bench.sglang_servers import START_S, cpu_environment
 from kvctl.lab.bench.sglang_views import SERVERS, SERVERS_PLAN, blocks, plan_blocks
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.bench.variants import size
@@ -102,9 +102,11 @@ def resolve_servers(options: Mapping[str, Any], given: Collection[str], found: M
         sizes_given = {name: options[name] for name in MODEL_SIZES if options[name] is not None}
         dp_attention = any(each.dp > 1 for each in sizes.values())
         model = model_of(options["model"], sizes_given, bool(gpus["prefill"]), longest, dp_attention)
+        if problem := missing(model):
+            raise ValueError(problem)
         for role, each in sizes.items():
-            if problem := unfit(model, each):
-                raise ValueError(f"{problem}: change --{role}-tp or --{role}-pp")
+            if problem := unfit(model, role, each):
+                raise ValueError(problem)
     except ValueError as error:
         raise click.UsageError(f"--engine sglang: {error}") from error
     sides: tuple[Side, ...] = tuple(each for each in options["sides"] if each.text != UNDIVIDED)
@@ -191,17 +193,15 @@ def bench_sglang(
             "SGLang is not installed in the environment of this kvctl: install kvctl in that of the servers and run it "
             "there (docs/sglang.md)"
         )
-    if problem := missing(request.model):
-        raise click.UsageError(problem)
-    environment = {**os.environ, **({} if request.gpus else CPU_ENVIRONMENT)}
+    environment = {**os.environ, **({} if request.gpus else cpu_environment())}
     code = ExitCode.OK
     folder = Path(tempfile.mkdtemp(prefix="kvctl-bench-"))
     keep = False
     try:
         with Steps(settings.quiet, output.detail) as steps, sigterm_unwinds():
             steps.step("importing SGLang")
-            if problem := sglang_problem(sys.executable, environment, START_S):
-                raise CliError(f"{problem}; docs/sglang.md has a complete environment for CPUs")
+            if found := sglang_problem(sys.executable, environment, START_S):
+                raise CliError(f"{found.cause}; {found.remedy}")
             bench = _bench(request, folder, steps)
             try:
                 bench.run(request.together)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvctl.lab.bench.sglang_checkpoint import Llama, write_checkpoint
-from kvctl.lab.bench.sglang_servers import CPU_ENVIRONMENT, CPU_FLAGS, Process, Tokens, generation
+from kvctl.lab.bench.sglang_servers import CPU_FLAGS, Process, Tokens, cpu_environment, generation
 from kvctl.lab.tcp_ports import free_port
 from tests.support.observers import end_observer
 from tests.support.sglang_fleet import COMMON_FLAGS, Fleet, Prefill, post
@@ -39,7 +39,7 @@ if GPUS:
     # Several servers share a GPU, so that its free memory changes while one starts.
     ENVIRONMENT["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
 else:
-    ENVIRONMENT |= CPU_ENVIRONMENT
+    ENVIRONMENT |= cpu_environment(ranks=16)
     ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), str(HERE.parents[1])])
     ENVIRONMENT["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "tiny_models"
 # float32, as on the CPU: the order of a sum changes no token.

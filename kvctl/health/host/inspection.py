@@ -172,13 +172,15 @@ def integration_facts(host: HostView, agents: Iterable[Agent]) -> Iterator[Fact]
     for name, engine in _ENGINES.items():
         installed = next((packages[each] for each in engine.packages if each in packages), None)
         if installed and not any(key[0] == name for key in ranks):
-            problem = host.sglang_problem(sys.executable, host.environ) if name == "sglang" else ""
+            problem = host.sglang_problem(sys.executable, host.environ) if name == "sglang" else None
             yield Fact(
                 engine.title,
                 f"{installed} installed, none of its ranks seen",
-                problem or f"ranks that have not loaded kvctl's {engine.part} are not visible to kvctl",
+                problem.cause
+                if problem
+                else f"ranks that have not loaded kvctl's {engine.part} are not visible to kvctl",
                 Severity.WARNING if problem else Severity.INFO,
-                remedy=sglang_servers.REPAIR if problem else engine.remedy,
+                remedy=problem.remedy if problem else engine.remedy,
             )
 
 

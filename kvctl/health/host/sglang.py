@@ -20,8 +20,6 @@ from kvctl.health.host.vllm_options import read_options
 from kvctl_agent.contract.settings import Settings, load_or_explain
 from kvctl_agent.contract.sglang import BACKEND, MODES, VARIABLE, mode
 
-REPAIR = "install what is missing in the server's environment; docs/sglang.md has a complete one for CPUs"
-
 _ROLE, _TRANSFER = "--disaggregation-mode", "--disaggregation-transfer-backend"
 _BOOTSTRAP = "--disaggregation-bootstrap-port"
 _DEFAULTS = {_TRANSFER: "mooncake", _BOOTSTRAP: "8998", "--port": "30000", "--host": "127.0.0.1"}  # SGLang's
@@ -95,4 +93,4 @@ def _host_problems(
     elif lacking := [*package_problems(packages, settings, "sglang", "SGLang has no plugin of it")]:
         yield from lacking
     elif problem := host.sglang_problem(python, environ):
-        yield Problem(problem, "the plugin is not loaded, and the server ends, or transfers without kvctl", REPAIR)
+        yield Problem(*problem)

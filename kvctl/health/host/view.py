@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from kvctl.health.finding import Severity
 from kvctl_agent.host.processors import available_cores
@@ -63,17 +64,29 @@ def _packages() -> dict[str, str]:
     return {found.metadata["Name"].lower(): found.version for found in importlib.metadata.distributions() if found.name}
 
 
-def sglang_problem(python: str, environ: Mapping[str, str], timeout_s: float = _IMPORT_S) -> str:
-    """Returns why kvctl's plugin does not fit the SGLang that a Python imports, with the first cause; "" if it fits."""
+class ImportProblem(NamedTuple):
+    """Why kvctl's plugin may not fit the SGLang that a Python imports, the effect on a server, and the remedy."""
+
+    cause: str
+    effect: str = "the plugin is not loaded, and the server ends, or transfers without kvctl"
+    remedy: str = "install what is missing in the server's environment; docs/sglang.md has a complete one for CPUs"
+
+
+def sglang_problem(python: str, environ: Mapping[str, str], timeout_s: float = _IMPORT_S) -> ImportProblem | None:
+    """Returns the first cause why kvctl's plugin does not fit the SGLang that a Python imports; None if it fits."""
     command = [python, "-P", "-W", "ignore", "-m", "kvctl_agent.integrations.sglang.versions"]
     try:
         ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
     except OSError as error:
-        return f"SGLang cannot be imported: {error}"
+        return ImportProblem(f"SGLang cannot be imported: {error}")
     except subprocess.TimeoutExpired:
-        return f"importing SGLang takes longer than {timeout_s:g} s: this host is busy, or an import hangs"
-    told = (ended.stdout.strip() or ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()
-    return told[-1] if ended.returncode else ""
+        return ImportProblem(
+            f"importing SGLang takes longer than {timeout_s:g} s: this host is busy, or an import hangs",
+            "it is not known whether kvctl's plugin fits; a server starts as slowly, or not at all",
+            "try again when the host is less busy",
+        )
+    lines = (ended.stdout.strip() or ended.stderr.strip() or f"exit code {ended.returncode}").splitlines()
+    return ImportProblem(lines[-1]) if ended.returncode else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +98,7 @@ class HostView:
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     packages: Callable[[], Mapping[str, str]] = _packages
     cores: Callable[[], int] = available_cores
-    sglang_problem: Callable[[str, Mapping[str, str]], str] = sglang_problem
+    sglang_problem: Callable[[str, Mapping[str, str]], ImportProblem | None] = sglang_problem
     agents: tuple[LocalAgent, ...] = ()
 
     def path(self, path: str) -> Path:

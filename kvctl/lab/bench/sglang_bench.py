@@ -24,7 +24,8 @@ CHECKED_TOKENS = 16
 """Tokens that are generated after each prompt whose tokens are compared."""
 _LEAST_REQUESTS, _REQUESTS_A_SLOT = 12, 3
 _NOT_STARTED = (
-    "not started: the undivided server, which has the same model and flags, did not start; --verify off leaves it out"
+    "not started: the undivided server, which has the same model and prefill's sizes, did not become ready; "
+    "--verify off leaves it out"
 )
 _WARM_UP = -1  # in place of the number of a round
 

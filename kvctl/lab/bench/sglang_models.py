@@ -73,21 +73,31 @@ def missing(model: Model) -> str:
     if model.llama is not None or folder.is_file():
         return ""
     if not folder.is_dir():
-        return "" if _VENDOR_NAME.fullmatch(model.path) else f"--model {model.path}: there is no such folder"
+        return "" if _VENDOR_NAME.fullmatch(model.path) else f"--model {model.path} is neither a folder nor VENDOR/NAME"
     if any((folder / config).is_file() for config in _CONFIGS):
         return ""
     return f"--model {model.path} has no {_CONFIGS[0]}: name the folder of a checkpoint"
 
 
-def unfit(model: Model, sizes: Sizes) -> str:
-    """Returns why a model with random weights cannot be split over so many ranks; "" if it can or is not known."""
+def unfit(model: Model, role: str, sizes: Sizes) -> str:
+    """Returns why a model with random weights cannot be split over so many ranks; "" if it can or is not known.
+
+    Args:
+        role: prefill or decode, for the names of the options to change.
+    """
     llama = model.llama
     if llama is None:
         return ""
-    heads, kv_heads, layers = (llama[each] for each in ("heads", "kv_heads", "layers"))
+    heads, kv_heads, layers, width = (llama[each] for each in ("heads", "kv_heads", "layers", "intermediate"))
     if heads % sizes.tp or max(kv_heads, sizes.tp) % min(kv_heads, sizes.tp):
-        return f"{heads} query heads and {kv_heads} KV heads cannot be split over {sizes.tp} ranks"
-    return f"{layers} layers cannot be split over {sizes.pp} stages" if layers < sizes.pp else ""
+        return f"{heads} query heads and {kv_heads} KV heads cannot be split over {sizes.tp} ranks: change --{role}-tp"
+    # DP attention divides requests; the MLP is split over all ranks of a stage.
+    if width % (ranks := sizes.tp * sizes.dp):
+        options = [f"--{role}-{axis}" for axis, number in (("tp", sizes.tp), ("dp", sizes.dp)) if number > 1]
+        return f"MLPs of width {width} cannot be split over {ranks} ranks: change {' or '.join(options)}"
+    if layers < sizes.pp:
+        return f"{layers} layers cannot be split over {sizes.pp} stages: change --{role}-pp"
+    return ""
 
 
 def _known(name: str, family: str) -> tuple[str, Mapping[str, int]]:

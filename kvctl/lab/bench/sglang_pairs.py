@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from kvctl.lab.bench.sglang_servers import (
-    CPU_ENVIRONMENT,
     CPU_FLAGS,
     HOST,
     Fleet,
@@ -27,8 +26,10 @@ from kvctl.lab.bench.sglang_servers import (
     Process,
     ServerError,
     Tokens,
+    cpu_environment,
     generation,
 )
+from kvctl.lab.bench.variants import size
 from kvctl.lab.ranks.request import Sizes
 from kvctl_agent.contract.values import near
 
@@ -157,7 +158,7 @@ class Pair:
 
     def __init__(self, side: Side, plan: ServerPlan, folder: Path, python: Path = Path(sys.executable)) -> None:
         folder.mkdir()
-        cpu = {} if plan.prefill_gpus else CPU_ENVIRONMENT
+        cpu = {} if plan.prefill_gpus else cpu_environment(max(size(plan.prefill), size(plan.decode)))
         environment = {**cpu, "SGLANG_DISAGG_STAGING_BUFFER": "0", **plan.environment, **side.environment}
         self.side = side
         self.plan = plan

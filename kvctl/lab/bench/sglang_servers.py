@@ -30,27 +30,29 @@ _INDENTED = " " * 16
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LISTENING = "0A"  # in /proc/net/tcp
 
-_MOST_RANKS = 16  # of one server without a GPU
-
 # Without a GPU: no kernels that a CPU lacks.
 CPU_FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--disable-cuda-graph"),
     *("--disable-overlap-schedule", "--mem-fraction-static", "0.5"),
 )
-CPU_ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "1",
-    # Each rank of a server names the cores of its threads.
-    "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * _MOST_RANKS),
-    # No kernels that are compiled at the first request.
-    "TORCHDYNAMO_DISABLE": "1",
-    # Bytecode of SGLang and torch: without it a server takes three times as long to start.
-    "PYTHONDONTWRITEBYTECODE": "",
-}
 
 Tokens = list[int]
 T = TypeVar("T")
+
+
+def cpu_environment(ranks: int = 1) -> dict[str, str]:
+    """Returns the variables of servers without a GPU, each of which has at most `ranks` ranks."""
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        # The cores of the threads of each rank.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * ranks),
+        # No kernels that are compiled at the first request.
+        "TORCHDYNAMO_DISABLE": "1",
+        # Bytecode of SGLang and torch: without it a server takes three times as long to start.
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
 
 
 class ServerError(Exception):
@@ -72,6 +74,7 @@ class Process:
     port: int
     _running: subprocess.Popen[bytes] | None = field(default=None, init=False)
     started: float = field(default=0.0, init=False)
+    _port_taken: bool = field(default=False, init=False)
 
     @property
     def url(self) -> str:
@@ -109,12 +112,17 @@ class Process:
         """
         self.check()
         if time.monotonic() - self.started > START_S:
-            raise ServerError(f"{self.name} is not ready after {START_S:g} s\n{self.log_end()}")
+            cause = f": another process answers on port {self.port}" if self._port_taken else ""
+            raise ServerError(f"{self.name} is not ready after {START_S:g} s{cause}\n{self.log_end()}")
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=20):
-                return self._listens()
+                healthy = True
+        except urllib.error.HTTPError:
+            healthy = False
         except (OSError, HTTPException):
             return False
+        self._port_taken = not self._listens()
+        return healthy and not self._port_taken
 
     def _listens(self) -> bool:
         """Returns whether a process of the group has the port: while it starts, another one may answer there."""
@@ -160,7 +168,7 @@ class Process:
 
 
 def _open_files(process: Path) -> Iterator[str]:
-    """Yields what the descriptors of a process refer to; `process` is its folder in /proc."""
+    """Yields the targets of the process's file descriptors; `process` is its folder in /proc."""
     for descriptor in (process / "fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             yield str(descriptor.readlink())

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from kvctl.commands.bench import bench
 from kvctl.commands.bench_sglang import ServerRequest, resolve_servers
 from kvctl.lab.bench.sglang_bench import CHECKED_TOKENS
+from kvctl.lab.bench.sglang_pairs import Pair, parse_sides
 from kvctl.lab.bench.statistics import MIN_ROUNDS
 from kvctl.lab.ranks.messages import Gpu
 from kvctl.lab.ranks.request import Load, Sizes, Tokens
@@ -113,14 +114,27 @@ def test_sizes_and_flags_are_those_of_the_servers() -> None:
         (("--model", "lama-3.1-8b"), 0, "unknown model"),
         (("--model", "vendor/name", "--layers", "3"), 0, "its own shape"),
         (("--server-args", "'"), 0, "No closing quotation"),
-        (("--prefill-tp", "3"), 0, "8 query heads and 4 KV heads cannot be split over 3 ranks: change --prefill-tp"),
-        (("--decode-pp", "9"), 0, "8 layers cannot be split over 9 stages"),
+        (("--prefill-tp", "3"), 0, "8 query heads and 4 KV heads cannot be split over 3 ranks: change --prefill-tp$"),
+        (("--prefill-dp", "3"), 0, "MLPs of width 256 cannot be split over 3 ranks: change --prefill-dp$"),
+        (("--decode-tp", "2", "--decode-dp", "3"), 0, "split over 6 ranks: change --decode-tp or --decode-dp$"),
+        (("--decode-pp", "9"), 0, "8 layers cannot be split over 9 stages: change --decode-pp$"),
     ],
 )
 def test_what_does_not_fit_is_refused(args: tuple[str, ...], found: int, problem: str) -> None:
     with pytest.raises(click.UsageError) as raised:
         ask(*args, found=found)
     raised.match(problem)
+
+
+def test_a_plan_refuses_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    result = CliRunner().invoke(bench, ["--engine", "sglang", "--plan", "--model", str(tmp_path)])
+    assert "has no config.json: name the folder of a checkpoint" in f"{result.output}{result.exception}"
+
+
+def test_servers_without_gpus_name_the_cores_of_each_rank(tmp_path: Path) -> None:
+    plan = ask("--prefill-pp", "5", "--decode-tp", "4", "--decode-pp", "5").plan
+    pair = Pair(parse_sides("kvctl")[0], plan, tmp_path / "pair")
+    assert pair.decode.environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 19
 
 
 @pytest.mark.parametrize(

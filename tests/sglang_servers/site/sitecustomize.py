@@ -133,13 +133,13 @@ def _allocates_on_the_host(module: Any) -> None:
     module.alloc_extend_kernel, module.alloc_decode_kernel = _HostKernel(extend), _HostKernel(decode)
 
 
-def _has_no_memory_to_pin(module: Any) -> None:
-    """Leaves out what makes a GPU read the host's memory."""
+def _skips_pinning(module: Any) -> None:
+    """Replaces the registration of host memory with CUDA, which pins it for a GPU, by a function without effect."""
     module._cuda_host_register = lambda *_: None
 
 
-def _leaves_no_memory_unused(module: Any) -> None:
-    """Lets a small host pool be made on a host that has less memory free than HiCache leaves unused, 10 GB."""
+def _reserves_no_host_memory(module: Any) -> None:
+    """Sets HiCache's reserve of host memory, 10 GB, to zero, so that hosts with less free memory can have a pool."""
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
@@ -160,8 +160,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "sglang.srt.disaggregation.checksum": _checksums_on_the_host,
     "sglang.srt.layers.attention.torch_native_backend": _pads_like_other_backends,
     "sglang.srt.mem_cache.allocator.paged": _allocates_on_the_host,
-    "sglang.srt.mem_cache.pool_host.base": _leaves_no_memory_unused,
-    "sglang.srt.mem_cache.pool_host.common": _has_no_memory_to_pin,
+    "sglang.srt.mem_cache.pool_host.base": _reserves_no_host_memory,
+    "sglang.srt.mem_cache.pool_host.common": _skips_pinning,
     "sglang.srt.mem_cache.pool_host.mha": _copies_tokens_on_the_host,
 }
 

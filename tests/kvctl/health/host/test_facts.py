@@ -19,7 +19,7 @@ from kvctl.client.fleet import Survey
 from kvctl.health.finding import Severity
 from kvctl.health.host import engines, system
 from kvctl.health.host.inspection import explain_faults, inspect, version_fact
-from kvctl.health.host.view import Fact, HostView, LocalAgent
+from kvctl.health.host.view import Fact, HostView, ImportProblem, LocalAgent
 from kvctl_agent.contract import VERSION
 from tests.kvctl.health.fleets import Fleet
 from tests.support.host_tree import bonded_roce
@@ -350,12 +350,14 @@ def test_which_ranks_have_the_plugin_of_sglang(host: Host, tmp_path: Path, mode:
 
 
 def test_an_installed_sglang_without_a_plugin(host: Host, tmp_path: Path) -> None:
-    found = inspect(host(packages={"sglang": "0.5.23"}, sglang_problem=lambda python, environ: ""), tmp_path)
+    found = inspect(host(packages={"sglang": "0.5.23"}, sglang_problem=lambda python, environ: None), tmp_path)
     fact = only(found, "SGLang")
     assert fact.found == "0.5.23 installed, none of its ranks seen"
     assert "KVCTL_SGLANG=observe" in fact.remedy
     cause = "SGLang 0.5.23 cannot be imported: ModuleNotFoundError: No module named 'torchvision'"
-    found = inspect(host(packages={"sglang": "0.5.23"}, sglang_problem=lambda python, environ: cause), tmp_path)
+    found = inspect(
+        host(packages={"sglang": "0.5.23"}, sglang_problem=lambda python, environ: ImportProblem(cause)), tmp_path
+    )
     assert (only(found, "SGLang").means, only(found, "SGLang").severity) == (cause, Severity.WARNING)
     assert not [fact for fact in inspect(host(), tmp_path) if fact.topic == "SGLang"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvctl.health.finding import Severity
 from kvctl.health.host.inspection import command_facts
-from kvctl.health.host.view import Fact, HostView, sglang_problem
+from kvctl.health.host.view import Fact, HostView, ImportProblem, sglang_problem
 
 SITE = "venv/lib/python3.12/site-packages"
 PACKAGES = ("sglang-0.5.23.dist-info", "kvctl-0.1.0.dist-info", "nixl_cu12-1.5.1.dist-info")
@@ -32,7 +32,7 @@ def examine(tmp_path: Path) -> Examine:
         environ: Mapping[str, str] | None = None,
         packages: Sequence[str] = PACKAGES,
         listening: Sequence[int] = (),
-        problem: str = "",
+        problem: ImportProblem | None = None,
     ) -> list[Fact]:
         for name in packages:
             (tmp_path / SITE / name).mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def examine(tmp_path: Path) -> Examine:
         (tmp_path / "proc/net/tcp").write_text("\n".join(["sl", *rows]))
         self_imports: list[str] = []
 
-        def imports(python: str, variables: Mapping[str, str]) -> str:
+        def imports(python: str, variables: Mapping[str, str]) -> ImportProblem | None:
             self_imports.append(python)
             return problem
 
@@ -104,13 +104,14 @@ def test_ports_in_use(examine: Examine) -> None:
 
 def test_an_import_that_fails_is_told_with_its_cause(examine: Examine) -> None:
     problem = "SGLang 0.5.23 cannot be imported: ModuleNotFoundError: No module named 'torchvision'"
-    (fact,) = examine([*MODULE, *DECODE], problem=problem)
+    (fact,) = examine([*MODULE, *DECODE], problem=ImportProblem(problem))
     assert fact.severity is Severity.WARNING
     assert fact.found.endswith(problem)
+    assert "install what is missing" in fact.remedy
 
 
 def test_packages_that_are_missing(examine: Examine) -> None:
-    kvctl, nixl = examine([*MODULE, *DECODE], packages=PACKAGES[:1], problem="not asked")
+    kvctl, nixl = examine([*MODULE, *DECODE], packages=PACKAGES[:1], problem=ImportProblem("not asked"))
     assert kvctl.found.endswith("kvctl is not installed there")
     assert nixl.found.endswith("NIXL is not installed there")
 
@@ -125,7 +126,7 @@ def test_other_commands_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "cause"),
     [
         ("echo noise >&2; exit 0", ""),
         ("echo noise; echo the cause; echo noise >&2; exit 1", "the cause"),
@@ -133,16 +134,23 @@ def test_other_commands_are_none() -> None:
         ("exit 9", "exit code 9"),
     ],
 )
-def test_what_a_python_tells(tmp_path: Path, script: str, told: str) -> None:
+def test_what_a_python_tells(tmp_path: Path, script: str, cause: str) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    assert sglang_problem(str(python), os.environ) == told
+    assert sglang_problem(str(python), os.environ) == (ImportProblem(cause) if cause else None)
 
 
 def test_a_python_that_cannot_be_run(tmp_path: Path) -> None:
-    assert sglang_problem(str(tmp_path / "none"), os.environ).startswith("SGLang cannot be imported: ")
+    problem = sglang_problem(str(tmp_path / "none"), os.environ)
+    assert problem is not None
+    assert problem.cause.startswith("SGLang cannot be imported: ")
 
 
-def test_an_import_that_takes_too_long_is_told() -> None:
-    assert sglang_problem(sys.executable, os.environ, 0.001).startswith("importing SGLang takes longer than 0.001 s: ")
+def test_an_import_that_takes_too_long_has_its_own_effect_and_remedy(examine: Examine) -> None:
+    problem = sglang_problem(sys.executable, os.environ, 0.001)
+    assert problem is not None
+    assert problem.cause.startswith("importing SGLang takes longer than 0.001 s: ")
+    (fact,) = examine([*MODULE, *DECODE], problem=problem)
+    assert "not known whether kvctl's plugin fits" in fact.means
+    assert fact.remedy == "try again when the host is less busy"

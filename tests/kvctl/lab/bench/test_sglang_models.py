@@ -72,8 +72,8 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
         return missing(model_of(name, {}, cuda=True, longest=100))
 
     assert missing_of(str(tmp_path)) == f"--model {tmp_path} has no config.json: name the folder of a checkpoint"
-    assert missing_of(f"{tmp_path}/none") == f"--model {tmp_path}/none: there is no such folder"
-    assert missing_of("./none") == "--model ./none: there is no such folder"
+    for name in (f"{tmp_path}/none", "./none", "s3://bucket/model", "vendor/name:revision"):
+        assert missing_of(name) == f"--model {name} is neither a folder nor VENDOR/NAME"
     assert [missing_of(name) for name in (f"{tmp_path}/with", "vendor/name", "llama-3.2-1b", None)] == [""] * 4
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvctl.lab.bench.sglang_servers import HOST, Process, ServerError, wait_ready
+from kvctl.lab.bench.sglang_servers import HOST, START_S, Process, ServerError, cpu_environment, wait_ready
 from kvctl.lab.tcp_ports import free_port
 
 DEADLINE_S = 60
@@ -30,19 +30,27 @@ def server(tmp_path: Path) -> Iterator[Process]:
 
 def test_a_server_is_ready_once_a_process_of_its_group_answers(server: Process) -> None:
     server.start()
-    said: list[str] = []
-    wait_ready([server], said.append)
-    assert said[0].startswith("server: ready after ")
+    lines: list[str] = []
+    wait_ready([server], lines.append)
+    assert lines[0].startswith("server: ready after ")
 
 
-def test_a_server_is_not_ready_because_another_process_answers_on_its_port(server: Process) -> None:
+@pytest.mark.parametrize("healthy", [True, False])
+def test_a_server_is_not_ready_because_another_process_answers_on_its_port(server: Process, healthy: bool) -> None:
     server.start()
     wait_ready([server], lambda text: None)
+    if not healthy:
+        (server.log.parent / "health").unlink()  # the answer is 404
     late = Process("late", ["sleep", str(DEADLINE_S)], {}, server.log, server.port)
     late.start()
     try:
-        assert server.ready()
+        assert server.ready() is healthy
         assert not late.ready()
+        late.started -= START_S
+        with pytest.raises(
+            ServerError, match=f"late is not ready after .*: another process answers on port {late.port}"
+        ):
+            late.ready()
     finally:
         late.kill()
 
@@ -53,3 +61,7 @@ def test_a_server_that_ended_is_an_error_with_the_end_of_its_log(tmp_path: Path)
     process.start()
     with pytest.raises(ServerError, match=r"server ended with 3\n--- the end of .*log\nthe cause"):
         wait_ready([process])
+
+
+def test_each_rank_of_a_server_without_a_gpu_names_its_cores() -> None:
+    assert cpu_environment(ranks=20)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 19
