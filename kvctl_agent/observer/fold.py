@@ -256,6 +256,7 @@ class FoldedRegion:
         self._counter_count = 0
         self._series_number = self._places_number = 0  # of publications of the series: of the latest, and as in _places
         self._values: tuple[float, ...] | None = None  # of the counters; None: not read since `catch_up`
+        self._placed = False  # whether the series were looked at since then, once: all counters are as of one moment
         self._resumed = False
 
     def catch_up(self) -> Fold:
@@ -281,7 +282,7 @@ class FoldedRegion:
             lost = self._replay(cells)
         if cells[Cell.WRITTEN] != reader.position:
             lost = self._apply() or lost
-        self._series_number, self._values = cells[Cell.PUBLISHED + Document.COUNTERS], None
+        self._series_number, self._values, self._placed = cells[Cell.PUBLISHED + Document.COUNTERS], None, False
         for cell, value in (
             (Cell.FOLDED, reader.position),
             (Cell.EVENTS_ADDED, fold.recorder.added),
@@ -316,7 +317,8 @@ class FoldedRegion:
 
     def _written(self, name: str) -> Totals:
         """Returns the values of a counter of the agent by labels; all counters are as of one moment."""
-        if self._places_number != self._series_number:
+        if not self._placed and self._places_number != self._series_number:
+            self._placed = True
             self._place()
         if self._values is None:
             self._values = self.reader.counters(self._counter_count)

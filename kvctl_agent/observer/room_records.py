@@ -90,7 +90,7 @@ class FoldedRoom(RoomValues):
         self.paths: dict[str, int] = {}
         self.chunks_ready: dict[int, int] = {}
         self.moved = BusyTime()
-        self._events: list[_BareEvent | Part] = []
+        self._events: list[_BareEvent | Part | Event] = []  # an `Event` is the failure, which is not counted
         self._event_count = 0  # with those that were dropped
         self._event_limit = event_limit
 
@@ -125,7 +125,7 @@ class FoldedRoom(RoomValues):
             Monotonic ns at which the first layer group of the part's chunk was ready; None if unknown.
         """
         moments = part.moments
-        if self._event_count < self._event_limit:
+        if moments and self._event_count < self._event_limit:
             self._events.append(part)
         self._event_count += len(moments)
         self.parts += 1
@@ -154,7 +154,7 @@ class FoldedRoom(RoomValues):
         self.failure = failure
         if self._event_limit:  # stored even beyond the limit: no other event of the room matters more
             text = f"{failure['rank']}: {failure['code']}: {failure['text']}"
-            self._events.append(("fail", at, None, None, None, None, text, "", 0))
+            self._events.append(Event("fail", at, None, None, None, None, text, "", 0))
 
     def overlap(self, now: int) -> tuple[int, int] | None:
         """Returns the transfer time before (hidden) and after (exposed) the end of the forward, in ns.
@@ -172,11 +172,16 @@ class FoldedRoom(RoomValues):
     def events(self) -> list[Event]:
         """The timeline, in the order in which events were added."""
         found: list[Event] = []
+        left = self._event_limit
         for each in self._events:
             if isinstance(each, Part):
-                found += itertools.islice(each.events(), self._event_limit - len(found))
+                found += itertools.islice(each.events(), left)
+                left -= len(each.moments)
+            elif isinstance(each, Event):
+                found.append(each)
             else:
                 found.append(Event._make(each))
+                left -= 1
         return found
 
     @property

@@ -145,6 +145,17 @@ class TestReaders:
             row = row_of(telemetry)
             assert (row["parts"], row["bytes"], row["paths"]) == (number, 100 * number, {"bulk": number})
 
+    def test_counters_that_come_within_an_answer_are_in_the_next_one(self, telemetry: Telemetry) -> None:
+        """An answer reads the counters when it needs them first, here after `slice` has come."""
+        record = telemetry.open(7, 1)
+        telemetry.part(record, *self.PART)
+        answer = folded(telemetry).metrics
+        for path in ("slice", "staged"):
+            telemetry.part(record, (0, 0, (0, 8)), "decode-0", path, 100, {"wire": 1}, 0)
+            telemetry.flush(wait=True)
+            assert answer.total("kvctl_parts_total") == 2
+        assert folded(telemetry).metrics.total("kvctl_parts_total") == 3
+
     def test_rooms(self, telemetry: Telemetry) -> None:
         for number in (1, 2):
             record = telemetry.open(number, 1)

@@ -173,8 +173,12 @@ class TestEquality:
 
 
 def assert_counted(fold: Fold, metrics: Counters) -> None:
-    for name in {name for name, _ in metrics.series}:
+    """The fold has the agent's counters, and no others but those of its own log."""
+    names = {name for name, _ in metrics.series}
+    for name in names:
         assert fold.metrics.totals(name) == metrics.totals(name)
+    shown = {each["name"] for each in fold.metrics.snapshot() if each["kind"] == "counter" and each["samples"]}
+    assert {name for name in shown - names if fold.metrics.total(name)} <= {"kvctl_log_gaps_total"}
 
 
 def by_serial(fold: Fold) -> list[Any]:

@@ -170,6 +170,23 @@ class TestEnd:
         assert "peer-lost" in record.events[-1].detail
         assert record.events_dropped == 3
 
+    def test_the_failure_takes_no_place_of_a_part_that_follows_it(self) -> None:
+        record = book(FrozenClock(), timeline_events=4).open(1, 1)
+        record.event("ready", 0)
+        record.fail(failure("peer-lost"), 1)
+        for number in range(3):
+            record.part(Part((0, number, (0, 8)), None, "bulk", 0, {"wire": 2, "arrive": 3}))
+        assert [event.stage for event in record.events] == ["ready", "fail", "wire", "arrive", "wire"]
+        assert record.events_dropped == 3
+
+    def test_parts_without_moments_take_no_memory(self) -> None:
+        record = book(FrozenClock()).open(1, 1)
+        before = record.nbytes
+        for _ in range(100):
+            record.part(Part((0, 0, (0, 8)), None, "bulk", 0, {}))
+        assert (record.events, record._events, record.parts) == ([], [], 100)
+        assert record.nbytes <= before + 1000
+
     def test_closing_twice_counts_once(self) -> None:
         rooms = book(Clock())
         record = rooms.open(1, 1)
