@@ -76,7 +76,7 @@ class AgentAnswer:
         return self.own_name, self.host, self.hello["pid"], self.hello["incarnation"]
 
     @property
-    def incarnation(self) -> tuple[str, str]:
+    def life(self) -> tuple[str, str]:
         """Name and incarnation: the same when its process has ended and another agent has its name."""
         return replaced_by(self.name) or self.name, self.hello["incarnation"]
 

@@ -134,7 +134,7 @@ class Follower:
         first = not self._next
         earliest = survey.at_ns - self._back_ns if first and self._back_ns is not None else 0
         fresh: list[dict[str, Any]] = []
-        answers = [(agent.incarnation, agent, data) for agent, data in survey.answers("events")]
+        answers = [(agent.life, agent, data) for agent, data in survey.answers("events")]
         answered = {process for process, _, _ in answers}
         for process, agent, data in answers:
             if process not in self._next:

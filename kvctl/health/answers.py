@@ -13,7 +13,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 NO_ROW: Row = {}
-_LIST = (list, tuple)  # a union would be made at each call
+_LIST = (list, tuple)  # `list | tuple` builds a union at each call
 _OBJECT = (dict, Mapping)  # a dict, as JSON has them, is recognised several times faster than another Mapping
 
 _NAME = re.compile(r"[A-Za-z0-9_.@:#\[\]-]{1,512}")

@@ -149,7 +149,7 @@ class Snapshot:
         self._derived: dict[Callable[[Any], Any], Any] = {}
 
     def alone(self) -> Snapshot:
-        """Returns it without the previous one, which can be freed then."""
+        """Returns a copy without `before`, so that the earlier snapshot can be freed."""
         found = Snapshot(self.survey, self.taken_ns)
         found.answered, found.agents = self.answered, self.agents
         return found

@@ -78,7 +78,7 @@ def _comparable(column: Column, value: Any, against: Filter) -> tuple[Any, Any]:
     return sort_key(column, value), sort_key(column, against.text)
 
 
-_NUMBER = (int, float)  # a union would be made for each value
+_NUMBER = (int, float)  # `int | float` builds a union at each call
 
 
 def sort_key(column: Column, value: Any) -> tuple[int, Any]:

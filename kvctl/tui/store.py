@@ -243,12 +243,12 @@ class Store:
                 del self.agents[name]
 
     def _add_events(self, agent: AgentAnswer, data: Mapping[str, Any]) -> None:
-        expected = self._next_event.get(agent.incarnation)
+        expected = self._next_event.get(agent.life)
         rows = [row for row in data["events"] if expected is None or row["sequence"] >= expected]
         if rows and expected is not None:
             self.events_missed += rows[0]["sequence"] - expected
         self._events.extend(self.agents[agent.name].clock.corrected(rows))
-        self._next_event[agent.incarnation] = data["next"]
+        self._next_event[agent.life] = data["next"]
 
     def _clear(self) -> None:
         self.trends = Trends()

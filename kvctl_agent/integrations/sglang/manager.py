@@ -306,8 +306,8 @@ class KvctlKVManager(CommonKVManager):
         """Forgets a room that SGLang has cleared; aborts it unless it has ended, or all is sent.
 
         Args:
-            state: in which SGLang ended the request. It fails one on all ranks as soon as one rank has failed, perhaps
-                before the agents of the others know why.
+            state: in which SGLang ended the request. SGLang fails a request on all ranks as soon as one rank has
+                failed, perhaps before the agents of the others know why.
         """
         self.forget(room)
         if handle is None or handle.state.finished:

@@ -81,7 +81,9 @@ def test_another_prompt_at_decode_fails_the_room_on_every_rank_of_both_servers()
         assert reasons.count("expects 96") >= 1
         assert reasons.count("expects 96") + reasons.count("another rank") == CASE.prefill.tp
         for room, cause in ((2, "a prompt of 96 tokens"), (3, "this side computes another prompt than decode")):
-            assert cause in (told := outcome.reasons(room, "decode")) or elsewhere in told
+            at_decode = outcome.reasons(room, "decode")
+            assert cause in at_decode or elsewhere in at_decode
+            assert cause in outcome.reasons(room, "prefill")
         pair.transfer(FINE).check()
 
 

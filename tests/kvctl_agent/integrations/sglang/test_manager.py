@@ -95,7 +95,7 @@ def test_the_end_of_a_room_is_not_taken_for_that_of_the_next_one_with_its_number
 
 
 def test_peers_are_told_why_a_room_ended_that_sglang_failed_on_another_rank_first(pair: PDPair) -> None:
-    told = pair.call("prefill", managers.end_unfinished)
-    failed, known, cleared = next(iter(told.values()))
+    causes = pair.call("prefill", managers.end_unfinished)
+    failed, known, cleared = next(iter(causes.values()))
     assert failed == "failed on another rank of this server, which knows why"
     assert (known, cleared) == ("pages are missing", "cleared by the scheduler")
